@@ -1,0 +1,1 @@
+"""Engines behind one contract; each sub-package holds one engine."""

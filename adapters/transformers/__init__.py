@@ -1,0 +1,1 @@
+"""The embedded engine: a small OpenAI-compatible server on Hugging Face Transformers."""

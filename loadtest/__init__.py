@@ -1,0 +1,1 @@
+"""Load, faults and measurements against a running midstream."""

@@ -1,0 +1,98 @@
+"""What the proxy needs from whoever knows the workers.
+
+The proxy holds streams; the coordinator (sidecar/) decides where a session runs, what was journaled, and where it goes on.
+Only types and the contract live here, so that the proxy can be tested against a scripted coordinator.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+from ..session.ids import SessionId
+from ..session.marker import Marker
+
+
+class Reason(StrEnum):
+    """Why a stream was interrupted: the label in metrics, logs and trailers."""
+
+    PROCESS_DEATH = "process_death"
+    EOF = "eof"
+    ENGINE_ERROR = "engine_error"
+    ABORT = "engine_abort"
+    STALL = "stall"
+    HEALTH = "health"
+    UNREACHABLE = "unreachable"
+    MISMATCH = "mismatch"
+    DRAIN = "drain"
+
+
+class Outcome(StrEnum):
+    """What a failover came to (docs/design.md)."""
+
+    EXACT = "exact"
+    RECOMPUTED = "recomputed"
+    RESTARTED = "restarted"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One attempt of a session on one worker.
+
+    `interrupted` resolves to a reason when the coordinator learns that the worker is gone, before the connection tells.
+    `expected` are the journaled output ids (they begin with whatever was delivered); what the worker replays or
+    regenerates must begin with them. `finish` is set when the journal already holds the whole answer.
+    """
+
+    worker: str
+    base_url: str
+    marker: Marker
+    interrupted: "asyncio.Future[Reason]"
+    expected: tuple[int, ...] = ()
+    seed: int | None = None
+    finish: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFacts:
+    """What the proxy knows of a request when it asks for a place."""
+
+    session: SessionId
+    path: str
+    body: dict[str, Any]
+    stream: bool
+
+
+class Coordinator(Protocol):
+    """Decides where sessions run. All waits inside are bounded; Refused carries the reason and the remedy."""
+
+    async def admit(self, facts: SessionFacts) -> Placement:
+        """A worker for a new session. Raises Refused (with retry_after_s) when none is ready."""
+        ...
+
+    async def take_over(
+        self, facts: SessionFacts, last: Placement, reason: Reason, delivered: Sequence[int]
+    ) -> Placement:
+        """Where the session goes on after `last` was interrupted; `delivered` are the output ids that the client has.
+
+        May wait for a worker to come up. Raises Refused when nobody can take the session any more.
+        """
+        ...
+
+    def resumed(self, facts: SessionFacts, placement: Placement, gap_s: float) -> None:
+        """The first token past what the client had was sent, `gap_s` seconds after the interruption."""
+        ...
+
+    def mismatched(self, facts: SessionFacts, placement: Placement, text: str) -> None:
+        """What a worker replayed is not what was journaled; nothing of it was sent."""
+        ...
+
+    def ended(self, facts: SessionFacts, ending: str) -> None:
+        """The session is over: `ending` is 'finished', 'cancelled' (by the client) or 'failed'."""
+        ...
+
+    def plain_upstream(self) -> str:
+        """Base URL of a worker for requests that are not sessions. Raises Refused when none is ready."""
+        ...

@@ -1,0 +1,1 @@
+"""What a session is and how it is kept: ids, formats, state machines. Imports no other midstream package."""

@@ -1,0 +1,1 @@
+"""The daemon: CLI, configuration, supervision, coordinator, holder, mover, metrics."""

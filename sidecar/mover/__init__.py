@@ -1,0 +1,1 @@
+"""The process that copies KV between pools and disk, outside every engine."""
