@@ -25,6 +25,6 @@ def worker_name(text: str) -> WorkerName:
     """Check and return a worker name; it becomes part of file names, so separators are refused."""
     if not _WORKER.fullmatch(text):
         raise ValueError(
-            f"worker name {text[:80]!r}: use 1 to 63 letters, digits, '.', '_' or '-', starting with one of the first two"
+            f"worker name {text[:80]!r}: use 1 to 63 letters, digits, '.', '_' or '-', and begin with a letter or digit"
         )
     return WorkerName(text)

@@ -1,0 +1,112 @@
+"""Chains of self-proving cells over linked pages: the form of journals and block tables in an arena.
+
+A cell is (value u32, check u32), where check continues the CRC-32 of all cells before it, seeded with whose chain it
+is. Invariant: a cell that checks is the continuation of everything before it, in that session and no other; so the
+length of a chain is the number of cells that check, whatever instant its writer was killed at.
+
+Works on any writable buffer; allocating pages is the caller's business.
+"""
+
+import struct
+from collections.abc import Callable, Iterable
+from zlib import crc32
+
+PAGE_BYTES = 4096
+PAGE_HEADER_BYTES = 16
+CELL = struct.Struct("<II")
+CELLS_PER_PAGE = (PAGE_BYTES - PAGE_HEADER_BYTES) // CELL.size
+NO_PAGE = 0xFFFFFFFF
+
+_VALUE = struct.Struct("<I")
+_SEED = struct.Struct("<16sIII")
+_EMPTY_PAGE = bytes(PAGE_BYTES)
+
+
+def chain_seed(session: bytes, generation: int, kind: int, table_generation: int) -> int:
+    """The check that the first cell of a chain continues; `session` is 16 bytes."""
+    return crc32(_SEED.pack(session, generation, kind, table_generation))
+
+
+class ChainWriter:
+    """Appends values to a chain. `take_page` returns a free page number or None when there is none."""
+
+    __slots__ = ("_buffer", "_check", "_index", "_seed", "_take_page", "pages")
+
+    def __init__(self, buffer: memoryview, seed: int, take_page: Callable[[], int | None]) -> None:
+        self._buffer = buffer
+        self._seed = seed
+        self._check = seed
+        self._index = CELLS_PER_PAGE
+        self._take_page = take_page
+        self.pages: list[int] = []
+
+    def append(self, values: Iterable[int]) -> bool:
+        """Append values in order; False when pages ran out (the chain then ends before the value that did not fit)."""
+        for value in values:
+            if self._index == CELLS_PER_PAGE and not self._next_page():
+                return False
+            self._check = crc32(_VALUE.pack(value), self._check)
+            offset = self.pages[-1] * PAGE_BYTES + PAGE_HEADER_BYTES + self._index * CELL.size
+            CELL.pack_into(self._buffer, offset, value, self._check)
+            self._index += 1
+        return True
+
+    def open(self) -> bool:
+        """Have a first page, so that the chain can be named before it holds anything; False when there is none."""
+        return bool(self.pages) or self._next_page()
+
+    def _next_page(self) -> bool:
+        page = self._take_page()
+        if page is None:
+            return False
+        start = page * PAGE_BYTES
+        self._buffer[start : start + PAGE_BYTES] = _EMPTY_PAGE
+        if self.pages:
+            # The link is written after the page was emptied: a reader that follows it finds no stale cell.
+            link = _VALUE.pack(page)
+            CELL.pack_into(self._buffer, self.pages[-1] * PAGE_BYTES, page, crc32(link, self._seed))
+        self.pages.append(page)
+        self._index = 0
+        return True
+
+
+class ChainReader:
+    """Follows a chain as it grows; keeps what it has verified, so that each cell is checked once."""
+
+    __slots__ = ("_buffer", "_check", "_index", "_page", "_page_count", "_seed", "values")
+
+    def __init__(self, buffer: memoryview, seed: int, first_page: int, page_count: int) -> None:
+        self._buffer = buffer
+        self._seed = seed
+        self._check = seed
+        self._page = first_page
+        self._page_count = page_count
+        self._index = 0
+        self.values: list[int] = []
+
+    def advance(self) -> list[int]:
+        """Read on as far as cells check; returns all values so far (the reader's own list)."""
+        # A page number from a torn record may be anything: outside the arena it ends the chain.
+        while self._page < self._page_count:
+            if not self._read_page():
+                break
+            start = self._page * PAGE_BYTES
+            following, check = CELL.unpack_from(self._buffer, start)
+            if crc32(_VALUE.pack(following), self._seed) != check:
+                break
+            self._page = following
+            self._index = 0
+        return self.values
+
+    def _read_page(self) -> bool:
+        """Read cells of the current page; True when it is full."""
+        start = self._page * PAGE_BYTES + PAGE_HEADER_BYTES + self._index * CELL.size
+        end = (self._page + 1) * PAGE_BYTES
+        for value, check in CELL.iter_unpack(self._buffer[start:end]):
+            following = crc32(_VALUE.pack(value), self._check)
+            if following != check:
+                return False
+            self._check = following
+            self._index += 1
+            self.values.append(value)
+        return True
