@@ -1,0 +1,243 @@
+"""What can be set, in which range, and what it is when nobody sets it.
+
+Owns the settings and their documentation (`docs/configuration.md` is checked against it). Invariant: a `Settings` that
+exists is valid, field by field and as a whole. Does not read anything: flags, variables and files are `config_load.py`.
+"""
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
+
+from ..session.errors import ConfigError
+from ..session.ids import worker_name
+
+
+class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A group of settings."""
+
+
+class Listen(_Part, frozen=True):
+    """Where clients connect."""
+
+    host: Annotated[
+        str, Meta(min_length=1, description="Address to listen on; beyond loopback only if you say so.")
+    ] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65_535, description="TCP port; 0 takes a free one.")] = 8800
+
+
+class WorkerUrl(_Part, frozen=True):
+    """One engine that somebody else started."""
+
+    name: str
+    url: str
+
+
+class Engine(_Part, frozen=True):
+    """Engines that midstream starts itself (`midstream run`)."""
+
+    worker_count: Annotated[
+        int, Meta(ge=1, le=64, description="Engines to start from the command line after `--`.")
+    ] = 1
+
+
+class Arena(_Part, frozen=True):
+    """Shared memory for journals and block tables: one file for each start of a worker."""
+
+    slot_count: Annotated[int, Meta(ge=1, le=65_536, description="Sessions that one worker can have in flight.")] = 256
+    page_count: Annotated[
+        int, Meta(ge=16, le=1_048_576, description="Pages of 4 KiB (510 tokens or blocks each), for all of them.")
+    ] = 16_384
+
+
+class Store(_Part, frozen=True):
+    """Snapshots on disk, for what must outlive a reboot or the machine."""
+
+    dir: Annotated[str | None, Meta(description="Folder for snapshots; null keeps none on disk.")] = None
+    bytes_max: Annotated[
+        int, Meta(ge=1 << 20, le=1 << 50, description="Disk space for snapshots; the oldest finished go first.")
+    ] = 8 << 30
+    snapshot_every_s: Annotated[float, Meta(gt=0, le=86_400, description="How often full blocks are copied.")] = 1.0
+    tail_every_tokens: Annotated[
+        int, Meta(ge=1, le=1_000_000, description="How many tokens may be missing from a snapshot's tail.")
+    ] = 64
+
+
+class Proxy(_Part, frozen=True):
+    """What clients see."""
+
+    body_bytes_max: Annotated[
+        int, Meta(ge=1024, le=1 << 30, description="Largest request body; a larger one is answered with 413.")
+    ] = 32 << 20
+    keepalive_s: Annotated[
+        float, Meta(gt=0, le=3600, description="How often a waiting stream gets an SSE comment.")
+    ] = 5.0
+    takeovers_max: Annotated[int, Meta(ge=0, le=1000, description="How often one session may be taken up again.")] = 8
+    stall_floor_s: Annotated[
+        float, Meta(gt=0, le=3600, description="A stream that is silent for less than this is never stalled.")
+    ] = 10.0
+    stall_factor: Annotated[
+        float, Meta(ge=1, le=10_000, description="Silence counts as a stall beyond this many of its own token times.")
+    ] = 20.0
+    assign_seed: Annotated[
+        bool,
+        Meta(description="Give sampled requests without a seed one of ours, so that they too can go on exactly."),
+    ] = True
+
+
+class Restore(_Part, frozen=True):
+    """How long a session may wait for its next worker."""
+
+    takeover_timeout_s: Annotated[
+        float, Meta(gt=0, le=86_400, description="Time for a worker to come up before the session is refused.")
+    ] = 600.0
+    load_timeout_s: Annotated[
+        float, Meta(gt=0, le=3600, description="Time for KV to be copied before it is recomputed instead.")
+    ] = 10.0
+
+
+class Supervise(_Part, frozen=True):
+    """How engines are started, stopped and started again (`midstream run`)."""
+
+    start_timeout_s: Annotated[
+        float, Meta(gt=0, le=86_400, description="Time for an engine to answer its health check.")
+    ] = 900.0
+    stop_timeout_s: Annotated[
+        float, Meta(gt=0, le=3600, description="Time between SIGTERM and SIGKILL when an engine is stopped.")
+    ] = 30.0
+    restart_backoff_s: Annotated[
+        float,
+        Meta(gt=0, le=3600, description="Wait before the second restart in a window; doubled for each more."),
+    ] = 1.0
+    restarts_max: Annotated[
+        int, Meta(ge=0, le=100_000, description="Restarts in a window; one more and the worker has failed.")
+    ] = 5
+    restarts_window_s: Annotated[float, Meta(gt=0, le=86_400, description="Length of that window.")] = 600.0
+
+
+class Log(_Part, frozen=True):
+    """What is written to standard error."""
+
+    level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Least level that is written.")] = (
+        "info"
+    )
+    format: Annotated[
+        Literal["text", "json"], Meta(description="One line of text, or one JSON object, for each event.")
+    ] = "text"
+
+
+class Settings(_Part, frozen=True):
+    """Everything that can be set."""
+
+    state_dir: Annotated[
+        str, Meta(min_length=1, description="Folder in memory for arenas and sockets; only its owner may enter.")
+    ]
+    workers: Annotated[
+        tuple[WorkerUrl, ...],
+        Meta(max_length=1024, description="Engines that others started: a list of name and url."),
+    ] = ()
+    listen: Listen = Listen()
+    engine: Engine = Engine()
+    arena: Arena = Arena()
+    store: Store = Store()
+    proxy: Proxy = Proxy()
+    restore: Restore = Restore()
+    supervise: Supervise = Supervise()
+    log: Log = Log()
+
+    def replace(self, **changes: object) -> "Settings":
+        """A copy with some parts replaced."""
+        return msgspec.structs.replace(self, **changes)
+
+
+def default_state_dir() -> str:
+    """A folder in memory that is this user's own."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and Path(runtime).is_dir():
+        return str(Path(runtime) / "midstream")
+    return f"/dev/shm/midstream-{os.getuid()}"
+
+
+def default_settings() -> Settings:
+    """What holds when nothing is set."""
+    return Settings(state_dir=default_state_dir())
+
+
+def leaves() -> dict[str, object]:
+    """Each setting's dotted name and its annotated type, in the order of the classes above."""
+    found: dict[str, object] = {}
+    for name, kind in get_type_hints(Settings, include_extras=True).items():
+        if isinstance(kind, type) and issubclass(kind, _Part):
+            for inner, leaf in get_type_hints(kind, include_extras=True).items():
+                found[f"{name}.{inner}"] = leaf
+        else:
+            found[name] = kind
+    return found
+
+
+def description(kind: object) -> str:
+    """What a setting is for."""
+    return next((m.description for m in _metas(kind) if m.description), "")
+
+
+def expected(kind: object) -> str:
+    """The values that a setting may have, in words: `int in 1..64`, `float > 0 and <= 3600`, `"text" or "json"`."""
+    base = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    if get_origin(base) is Literal:
+        return " or ".join(f'"{word}"' for word in get_args(base))
+    if base == tuple[WorkerUrl, ...]:
+        return "a list of {name, url}"
+    name = {str: "text", str | None: "text or null", bool: "true or false", int: "int", float: "float"}[base]  # type: ignore[index]
+    bounds = [b for m in _metas(kind) for b in _bounds(m)]
+    if base is int and len(bounds) == 2:
+        low, high = (b.split()[1] for b in bounds)
+        return f"int in {low}..{high}"
+    return f"{name} {' and '.join(bounds)}".strip()
+
+
+def check_workers(workers: tuple[WorkerUrl, ...]) -> None:
+    """ValueError when a name or URL cannot be used, or a name stands for two workers."""
+    seen: set[str] = set()
+    for worker in workers:
+        worker_name(worker.name)
+        if worker.name in seen:
+            raise ValueError(f"worker {worker.name!r} is named twice; give each its own name")
+        seen.add(worker.name)
+        try:
+            parts = urlsplit(worker.url)
+            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            usable = False
+        if not usable or parts.query or parts.fragment:
+            raise ValueError(f"worker {worker.name!r}: expected a URL like http://host:8000, got {worker.url!r}")
+
+
+def parse_worker(text: str, index: int) -> WorkerUrl:
+    """A worker from `[NAME=]URL`; one without a name is called `worker-<index>`."""
+    name, separator, url = text.partition("=")
+    if not separator or "://" in name:
+        name, url = f"worker-{index}", text
+    worker = WorkerUrl(name=name, url=url.rstrip("/"))
+    check_workers((worker,))
+    return worker
+
+
+def require_workers(settings: Settings) -> None:
+    """ConfigError when there is no worker to serve."""
+    if not settings.workers:
+        raise ConfigError(
+            "no worker is named; add --worker URL, MIDSTREAM_WORKERS or `workers:` in the configuration file, "
+            "or let midstream start the engine: midstream run -- vllm serve MODEL"
+        )
+
+
+def _metas(kind: object) -> list[Meta]:
+    return [m for m in get_args(kind)[1:] if isinstance(m, Meta)] if get_origin(kind) is Annotated else []
+
+
+def _bounds(meta: Meta) -> list[str]:
+    pairs = (("> ", meta.gt), (">= ", meta.ge), ("< ", meta.lt), ("<= ", meta.le))
+    return [f"{sign}{value}" for sign, value in pairs if value is not None]
