@@ -1,0 +1,281 @@
+"""The holder: keeps the descriptors of KV pools, so that the pools outlive every engine and the sidecar itself.
+
+    python -m midstream.sidecar.holder --socket PATH [--pools-max N]
+
+Owns the holder socket (docs/formats.md) and nothing else: it maps no pool, reads no pool and never acts by itself.
+Invariant: no client can end it or make it grow: names, metas, pools, connections and messages are bounded, and whatever
+cannot be understood is answered with an error or a closed connection. SIGTERM ends it. Standard library only, one
+thread, so that there is as little as possible in it that could die.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import selectors
+import signal
+import socket
+import stat
+import struct
+import sys
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from ..session.errors import PoolError
+from ..session.held import MESSAGE_BYTES_MAX, check_pool
+from ..session.layout import NAME_BYTES_MAX, PoolMeta
+
+POOLS_MAX = 64
+POOLS_MAX_LIMIT = 256
+CONNECTIONS_MAX = 128
+FDS_PER_MESSAGE = 4
+_CREDENTIALS = struct.Struct("3i")
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One pool: its descriptor and its meta, as it was put."""
+
+    fd: int
+    meta: dict[str, Any]
+    identity: tuple[int, int]
+
+
+class Pools:
+    """The pools by name, bounded in number; every descriptor in here is open until it is dropped."""
+
+    def __init__(self, count_max: int) -> None:
+        self._held: dict[str, Held] = {}
+        self._count_max = count_max
+
+    def put(self, name: str, fd: int, body: object) -> None:
+        """Keep a pool; takes `fd` over only when it returns. PoolError says what is wrong with the pool or its meta."""
+        meta = PoolMeta.from_json(body)
+        check_pool(fd, meta.size_bytes)
+        status = os.fstat(fd)
+        identity = (status.st_dev, status.st_ino)
+        known = self._held.get(name)
+        if known is not None and known.identity != identity:
+            raise PoolError(
+                f"pool {name} is held already, with other memory; drop it first or use the next epoch's name"
+            )
+        if known is None and len(self._held) >= self._count_max:
+            raise PoolError(f"{len(self._held)} pools are held, which is the limit; drop one or raise --pools-max")
+        self._held[name] = Held(fd, meta.to_json(), identity)
+        if known is not None:
+            os.close(known.fd)
+
+    def get(self, name: str) -> Held:
+        """The pool of that name. Raises PoolError."""
+        try:
+            return self._held[name]
+        except KeyError:
+            raise PoolError(
+                f"no pool {name} is held; its engine has to put it, or the sidecar has to rescue it from the engine"
+            ) from None
+
+    def drop(self, name: str) -> bool:
+        """Forget a pool; its memory lives on only where somebody else maps it."""
+        held = self._held.pop(name, None)
+        if held is not None:
+            os.close(held.fd)
+        return held is not None
+
+    def listing(self) -> list[dict[str, Any]]:
+        """Names and sizes, in the order of their names."""
+        return [{"name": n, "size_bytes": h.meta["size_bytes"]} for n, h in sorted(self._held.items())]
+
+
+class Holder:
+    """The event loop around `Pools`: one request and one answer at a time, nothing buffered."""
+
+    def __init__(self, listener: socket.socket, pools: Pools) -> None:
+        self._listener = listener
+        self._pools = pools
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        # Insertion order is the order of last use: the first one is the one to close when there are too many.
+        self._connections: dict[socket.socket, None] = {}
+
+    def run(self) -> None:
+        """Serve until a signal handler raises."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._connections:
+                    self._serve(key.fileobj)
+
+    def _accept(self) -> None:
+        if len(self._connections) >= CONNECTIONS_MAX:
+            self._close(next(iter(self._connections)))
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            # Out of descriptors, most likely: one idle client less, and the next round tries again.
+            if self._connections:
+                self._close(next(iter(self._connections)))
+            return
+        connection.setblocking(False)
+        if peer_uid(connection) != os.getuid():
+            connection.close()
+            return
+        self._connections[connection] = None
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _close(self, connection: socket.socket) -> None:
+        del self._connections[connection]
+        self._selector.unregister(connection)
+        connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        self._connections[connection] = self._connections.pop(connection)
+        try:
+            message, fds, flags, _ = socket.recv_fds(
+                connection, MESSAGE_BYTES_MAX, FDS_PER_MESSAGE, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return
+        except OSError:
+            self._close(connection)
+            return
+        kept = False
+        try:
+            if not message:
+                self._close(connection)
+                return
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                raise PoolError(f"message cut off; send at most {MESSAGE_BYTES_MAX} bytes and one descriptor")
+            reply, out, kept = self._answer(message, fds)
+        except PoolError as error:
+            reply, out = {"ok": False, "error": str(error)[:2048]}, None
+        finally:
+            for fd in fds[1:] if kept else fds:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+        try:
+            socket.send_fds(connection, [json.dumps(reply).encode()], [] if out is None else [out])
+        except OSError:
+            # A client that does not read its answers loses its connection, never our time.
+            self._close(connection)
+
+    def _answer(self, message: bytes, fds: list[int]) -> tuple[dict[str, Any], int | None, bool]:
+        """The reply, the descriptor to send with it, and whether the received one is kept now."""
+        try:
+            request = json.loads(message)
+        except (ValueError, RecursionError):
+            raise PoolError("message is not JSON; send one JSON object a message") from None
+        if not isinstance(request, dict):
+            raise PoolError("message is not a JSON object")
+        match request.get("op"):
+            case "put":
+                if len(fds) != 1:
+                    raise PoolError(f"put came with {len(fds)} descriptors; send exactly one")
+                self._pools.put(_name(request), fds[0], request.get("meta"))
+                return {"ok": True}, None, True
+            case "get":
+                held = self._pools.get(_name(request))
+                return {"ok": True, "meta": held.meta}, held.fd, False
+            case "drop":
+                return {"ok": True, "dropped": self._pools.drop(_name(request))}, None, False
+            case "list":
+                return {"ok": True, "pools": self._pools.listing()}, None, False
+            case other:
+                raise PoolError(f"unknown op {other!r:.40}; use put, get, drop or list")
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """The user of the process at the other end of a Unix socket, as the kernel knows it."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(raw)[1])
+
+
+def _name(request: dict[str, Any]) -> str:
+    name = request.get("name")
+    if not isinstance(name, str) or not 0 < len(name) <= NAME_BYTES_MAX or not name.isascii() or not name.isprintable():
+        raise PoolError(f"pool name {name!r:.80}: use 1 to {NAME_BYTES_MAX} printable ASCII characters")
+    return name
+
+
+def listen(path: str) -> socket.socket:
+    """Bind the socket at `path`, 0600, in place of a stale one. Raises PoolError when somebody answers there."""
+    if os.path.lexists(path):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise PoolError(f"{path} exists and is not a socket; give another path")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            probe.settimeout(2.0)
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:
+                os.unlink(path)
+            except OSError as error:
+                raise PoolError(
+                    f"{path}: {error.strerror or error}; stop what listens there or give another path"
+                ) from error
+            else:
+                raise PoolError(f"a holder already answers at {path}; use it, or stop it first")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    before = os.umask(0o177)
+    try:
+        listener.bind(path)
+    except OSError as error:
+        listener.close()
+        raise PoolError(
+            f"cannot listen at {path}: {error.strerror or error}; give a path in a folder of your own"
+        ) from error
+    finally:
+        os.umask(before)
+    listener.listen(CONNECTIONS_MAX)
+    listener.setblocking(False)
+    return listener
+
+
+def _lock(path: str) -> int:
+    """Take the lock beside the socket, so that two holders that start at once cannot both replace a stale socket."""
+    try:
+        fd = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise PoolError(f"{path}.lock: {error.strerror}; give a socket path in a folder of your own") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise PoolError(f"another holder runs for {path}; use it, or stop it first") from error
+    return fd
+
+
+def _end(_signal: int, _frame: FrameType | None) -> None:
+    raise SystemExit(0)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Hold pools until SIGTERM; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="midstream.sidecar.holder", description="Keeps KV pools alive.")
+    parser.add_argument("--socket", required=True)
+    parser.add_argument("--pools-max", type=int, default=POOLS_MAX)
+    options = parser.parse_args(arguments)
+    if not 1 <= options.pools_max <= POOLS_MAX_LIMIT:
+        parser.error(f"--pools-max must be 1 to {POOLS_MAX_LIMIT}")
+    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGINT, _end)
+    try:
+        lock = _lock(options.socket)
+        listener = listen(options.socket)
+    except PoolError as error:
+        print(f"holder: {error}", file=sys.stderr)
+        return 1
+    mine = os.lstat(options.socket).st_ino
+    try:
+        Holder(listener, Pools(options.pools_max)).run()
+    finally:
+        with contextlib.suppress(OSError):
+            if os.lstat(options.socket).st_ino == mine:
+                os.unlink(options.socket)
+        os.close(lock)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,371 @@
+"""The holder as a process of its own, over its real socket."""
+
+import contextlib
+import json
+import mmap
+import os
+import pickle
+import random
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from midstream.session.errors import PoolError
+from midstream.session.held import HolderClient, create_host_pool, map_pool, rescue
+from midstream.session.layout import Plane, PoolLayout, PoolMeta
+
+SIZE = 1 << 16
+LAYOUT = PoolLayout(16, 4, (Plane(0, 2048, 2048), Plane(32768, 2048, 2048)))
+
+WRITER = """
+import sys, time
+from midstream.session.held import HolderClient, create_host_pool, map_pool
+from midstream.session.layout import PoolLayout, PoolMeta
+size = 1 << 16
+fd = create_host_pool(size)
+layout = PoolLayout.from_json({"block_count": 16, "block_tokens": 4, "planes": [[0, 4096, 4096]]}, size)
+view = map_pool(fd, size)
+HolderClient(sys.argv[1]).put("w/1/0", fd, PoolMeta(size, layout, layout.fingerprint(), {}).to_json())
+n = 0
+print(fd, flush=True)
+while True:
+    n += 1
+    view[100:108] = n.to_bytes(8, "little")
+    if n == 1000:
+        print("written", flush=True)
+"""
+
+
+def meta(size_bytes: int = SIZE) -> dict[str, object]:
+    return PoolMeta(size_bytes, LAYOUT, LAYOUT.fingerprint(), {"pid": os.getpid(), "fd": 3}).to_json()
+
+
+def start(path: Path, *options: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "midstream.sidecar.holder", "--socket", str(path), *options],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 20
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(PoolError):
+            HolderClient(path).list()
+            return process
+        time.sleep(0.02)
+    stop(process)
+    raise AssertionError("the holder did not come up")
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "holder.sock"
+
+
+@pytest.fixture
+def holder(path: Path) -> Iterator[subprocess.Popen[str]]:
+    process = start(path, "--pools-max", "3")
+    yield process
+    stop(process)
+
+
+@pytest.fixture
+def client(path: Path, holder: subprocess.Popen[str]) -> HolderClient:
+    return HolderClient(path)
+
+
+@pytest.fixture
+def pool() -> Iterator[int]:
+    fd = create_host_pool(SIZE)
+    yield fd
+    os.close(fd)
+
+
+def raw(path: Path, message: bytes, fds: tuple[int, ...] = ()) -> dict[str, object] | None:
+    """What the holder answers to any bytes; None when it closed the connection."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(5)
+        connection.connect(str(path))
+        try:
+            socket.send_fds(connection, [message], list(fds))
+            reply = connection.recv(1 << 16)
+        except ConnectionError:
+            return None
+    return json.loads(reply) if reply else None
+
+
+def flood(connection: socket.socket) -> None:
+    for _ in range(100_000):
+        connection.send(b'{"op":"list"}')
+
+
+def test_a_pool_comes_back_with_its_meta_and_its_bytes(client: HolderClient, pool: int) -> None:
+    with map_pool(pool, SIZE) as view:
+        view[:5] = b"bytes"
+    client.put("worker/1/0", pool, meta())
+    fd, body = client.get("worker/1/0")
+    with map_pool(fd, SIZE) as view:
+        assert view[:5] == b"bytes"
+    os.close(fd)
+    assert PoolMeta.from_json(body).layout == LAYOUT
+    assert [(p.name, p.size_bytes) for p in client.list()] == [("worker/1/0", SIZE)]
+    assert client.drop("worker/1/0")
+    assert not client.drop("worker/1/0")
+    assert client.list() == []
+
+
+def test_a_pool_outlives_the_process_that_wrote_it(path: Path, client: HolderClient) -> None:
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    writer.stdout.readline()
+    assert writer.stdout.readline() == "written\n"
+    writer.kill()
+    writer.communicate()
+    fd, _ = client.get("w/1/0")
+    with map_pool(fd, SIZE) as view:
+        assert int.from_bytes(view[100:108], "little") >= 1000
+    os.close(fd)
+
+
+def test_after_the_holder_was_killed_a_live_pool_is_rescued(path: Path, client: HolderClient) -> None:
+    holder = start(path.with_name("second.sock"))
+    client = HolderClient(path.with_name("second.sock"))
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path.with_name("second.sock"))], stdout=subprocess.PIPE, text=True
+    )
+    assert writer.stdout is not None
+    fd_number = int(writer.stdout.readline())
+    body = client.get("w/1/0")
+    os.close(body[0])
+    stop(holder)
+    with pytest.raises(PoolError, match="start it"):
+        client.get("w/1/0")
+
+    holder = start(path.with_name("second.sock"))
+    assert client.list() == []
+    rescued = rescue(writer.pid, fd_number)
+    client.put("w/1/0", rescued, body[1])
+    os.close(rescued)
+    writer.kill()
+    writer.communicate()
+    fd, _ = client.get("w/1/0")
+    with map_pool(fd, SIZE) as view:
+        assert int.from_bytes(view[100:108], "little") > 0
+    os.close(fd)
+    stop(holder)
+
+
+def test_what_is_rescued_must_be_a_pool_of_a_living_process() -> None:
+    with pytest.raises(PoolError, match="its owner is gone"):
+        rescue(2**22 + 1, 5)
+    reader, writer = os.pipe()
+    try:
+        with pytest.raises(PoolError, match="sealed memfd"):
+            rescue(os.getpid(), reader)
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def test_putting_the_same_memory_again_renews_the_meta_and_other_memory_is_refused(
+    client: HolderClient, pool: int
+) -> None:
+    client.put("w/1/0", pool, meta())
+    client.put("w/1/0", pool, meta() | {"owner": {"pid": 7}})
+    fd, body = client.get("w/1/0")
+    os.close(fd)
+    assert body["owner"] == {"pid": 7}
+    other = create_host_pool(SIZE)
+    try:
+        with pytest.raises(PoolError, match="held already"):
+            client.put("w/1/0", other, meta())
+    finally:
+        os.close(other)
+
+
+def test_an_unknown_pool_is_named_with_the_remedy(client: HolderClient) -> None:
+    with pytest.raises(PoolError, match="no pool w/9/0 is held; its engine has to put it"):
+        client.get("w/9/0")
+
+
+def test_a_full_holder_says_so_and_keeps_what_it_has(client: HolderClient, pool: int) -> None:
+    for number in range(3):
+        client.put(f"w/{number}/0", pool, meta())
+    with pytest.raises(PoolError, match="raise --pools-max"):
+        client.put("w/3/0", pool, meta())
+    assert len(client.list()) == 3
+
+
+def test_memory_that_could_shrink_or_is_too_small_is_refused(client: HolderClient, pool: int, tmp_path: Path) -> None:
+    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, SIZE)
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    try:
+        with pytest.raises(PoolError, match="not sealed"):
+            client.put("w/1/0", unsealed, meta())
+        with pytest.raises(PoolError):
+            client.put("w/1/0", file, meta())
+    finally:
+        os.close(unsealed)
+        os.close(file)
+    with pytest.raises(PoolError, match="announce its real size"):
+        client.put("w/1/0", pool, meta(SIZE * 2))
+    assert client.list() == []
+
+
+def test_a_pool_can_never_change_its_size(pool: int) -> None:
+    for size in (0, SIZE - 1, SIZE + 1):
+        with pytest.raises(PermissionError):
+            os.ftruncate(pool, size)
+
+
+def test_a_layout_outside_the_pool_is_refused(client: HolderClient, pool: int) -> None:
+    body = meta()
+    body["layout"] = {"block_count": 17, "block_tokens": 4, "planes": [[0, 4096, 4096]]}
+    with pytest.raises(PoolError, match="layout needs 69632 bytes"):
+        client.put("w/1/0", pool, body)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"\x80\x04\x95",
+        pickle.dumps({"op": "list"}),
+        b"{" * 5000,
+        b"[" * 60000,
+        b'"list"',
+        b"null",
+        b"{}",
+        b'{"op":"put"}',
+        b'{"op":["list"]}',
+        b'{"op":"get","name":7}',
+        b'{"op":"get","name":"' + b"x" * 161 + b'"}',
+        b'{"op":"get","name":"a\\u0000b"}',
+        b'{"op":"put","name":"w/1/0","meta":[]}',
+        b'{"op":"list"}' + b" " * 100_000,
+        b"\xff" * 65536,
+    ],
+)
+def test_hostile_messages_get_an_error_and_the_holder_serves_on(
+    path: Path, client: HolderClient, holder: subprocess.Popen[str], message: bytes
+) -> None:
+    answer = raw(path, message)
+    assert answer is None or answer["ok"] is False
+    assert client.list() == []
+    assert holder.poll() is None
+
+
+def test_hostile_metas_are_refused_and_keep_no_descriptor(
+    path: Path, client: HolderClient, holder: subprocess.Popen[str], pool: int
+) -> None:
+    before = len(os.listdir(f"/proc/{holder.pid}/fd"))
+    for body in (None, [], {"size_bytes": -1}, {"size_bytes": 1e400}, {"size_bytes": True}, {"size_bytes": 2**70}):
+        answer = raw(path, json.dumps({"op": "put", "name": "w/1/0", "meta": body}).encode(), (pool,))
+        assert answer is not None
+        assert answer["ok"] is False
+    for fds in ((), (pool, pool), (pool,) * 20):
+        answer = raw(path, json.dumps({"op": "put", "name": "w/1/0", "meta": meta()}).encode(), fds)
+        assert answer is not None
+        assert answer["ok"] is False
+    assert client.list() == []
+    assert len(os.listdir(f"/proc/{holder.pid}/fd")) == before
+
+
+def test_random_bytes_with_descriptors_never_end_the_holder(
+    path: Path, client: HolderClient, holder: subprocess.Popen[str], pool: int
+) -> None:
+    chance = random.Random(7)
+    for _ in range(200):
+        answer = raw(path, chance.randbytes(chance.randrange(1, 400)), (pool,) * chance.randrange(3))
+        assert answer is None or answer["ok"] is False
+    assert client.list() == []
+
+
+def test_more_connections_than_the_limit_close_the_idle_ones_and_not_the_service(
+    path: Path, client: HolderClient, holder: subprocess.Popen[str]
+) -> None:
+    idle = []
+    for _ in range(200):
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.connect(str(path))
+        idle.append(connection)
+    assert client.list() == []
+    for connection in idle:
+        connection.close()
+    assert client.list() == []
+    assert len(os.listdir(f"/proc/{holder.pid}/fd")) < 30
+
+
+def test_a_client_that_never_reads_its_answers_is_closed(path: Path, client: HolderClient) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.connect(str(path))
+        silent.settimeout(2)
+        with pytest.raises(ConnectionError):
+            flood(silent)
+    assert client.list() == []
+
+
+def test_the_socket_is_for_its_user_only(path: Path, holder: subprocess.Popen[str]) -> None:
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_second_holder_leaves_the_first_alone(path: Path, client: HolderClient, pool: int) -> None:
+    client.put("w/1/0", pool, meta())
+    second = subprocess.run(
+        [sys.executable, "-m", "midstream.sidecar.holder", "--socket", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert second.returncode == 1
+    assert "another holder runs" in second.stderr
+    assert len(client.list()) == 1
+
+
+def test_a_stale_socket_is_replaced_and_a_file_that_is_none_is_not(path: Path, tmp_path: Path) -> None:
+    process = start(path)
+    stop(process)
+    assert path.exists()
+    process = start(path)
+    stop(process)
+    file = tmp_path / "file"
+    file.write_text("precious")
+    refused = subprocess.run(
+        [sys.executable, "-m", "midstream.sidecar.holder", "--socket", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert refused.returncode == 1
+    assert "not a socket" in refused.stderr
+    assert file.read_text() == "precious"
+
+
+def test_sigterm_ends_it_in_good_order(path: Path, holder: subprocess.Popen[str]) -> None:
+    holder.send_signal(signal.SIGTERM)
+    assert holder.wait(10) == 0
+    assert not path.exists()
+
+
+def test_a_pool_that_was_mapped_stays_usable_after_its_drop(client: HolderClient, pool: int) -> None:
+    client.put("w/1/0", pool, meta())
+    fd, _ = client.get("w/1/0")
+    view: mmap.mmap = map_pool(fd, SIZE)
+    os.close(fd)
+    client.drop("w/1/0")
+    view[:3] = b"abc"
+    with map_pool(pool, SIZE) as own:
+        assert own[:3] == b"abc"
+    view.close()
