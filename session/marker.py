@@ -26,11 +26,16 @@ class KvSource(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Where a session goes on: `outputs` are re-entered as outputs, KV of all but the last position is offered."""
+    """Where a session goes on: `outputs` are re-entered as outputs, KV of all but the last position is offered.
+
+    With `finish` ("stop" or "length") the outputs are the whole answer: the engine's front end writes the ending, and
+    nothing is computed.
+    """
 
     outputs: tuple[int, ...]
     kv: KvSource
     prompt_hash: str
+    finish: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,7 @@ class Marker:
                 "outputs": list(self.resume.outputs),
                 "kv": self.resume.kv.value,
                 "prompt_hash": self.resume.prompt_hash,
+                "finish": self.resume.finish,
             }
         return body
 
@@ -68,7 +74,12 @@ class Marker:
                 int(body["generation"]),
                 None
                 if resume is None
-                else Resume(_ids(resume["outputs"]), KvSource(resume["kv"]), str(resume["prompt_hash"])),
+                else Resume(
+                    _ids(resume["outputs"]),
+                    KvSource(resume["kv"]),
+                    str(resume["prompt_hash"]),
+                    str(resume.get("finish", "")),
+                ),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"marker: field {error} is missing or of the wrong kind") from error
