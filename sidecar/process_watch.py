@@ -1,0 +1,137 @@
+"""Watches a tree of processes: tells as soon as any of them dies, and ends all of them.
+
+Owns the pidfds. Invariant: a process that was seen once stays watched until it is dead, even when its parent dies first
+and it no longer hangs on the tree; nothing of the tree is left after `kill`, not even as a zombie. Which deaths matter
+is not decided here. Children that live shorter than one scan may never be seen.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .processes import Process, collect, descendants, exit_status, members, open_pidfd, read_process, send
+
+# Engines start their processes in the first seconds; later ones are rare.
+_FIRST_SCANS_S = (0.02, 0.05, 0.1)
+_SCAN_S = 0.25
+_KILL_POLL_S = 0.01
+_KILL_POLL_MAX_S = 0.1
+# After SIGKILL the kernel needs a moment to take a process down, longer where gigabytes are to be freed.
+_UNKILLABLE_S = 30.0
+WATCHED_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """One process of a tree is dead. `status` is as `waitpid` counts, None when it could not be known any more."""
+
+    process: Process
+    status: int | None
+    is_root: bool
+
+
+class TreeWatch:
+    """Watches the tree of `root`; `on_death` is called in the event loop, once for each process that died."""
+
+    def __init__(self, root: Process, on_death: Callable[[Death], None]) -> None:
+        self._root = root
+        self._on_death = on_death
+        # By pid and start: while one's death waits to be told, its pid may already be another's.
+        self._watched: dict[tuple[int, int], tuple[Process, int]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._scans: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin; a root that is dead already is told at once."""
+        if not self._watch(self._root):
+            self._loop.call_soon(self._on_death, Death(self._root, None, is_root=True))
+            return
+        self.scan()
+        self._scans = self._loop.create_task(self._scan_on(), name=f"scan of {self._root.pid}")
+
+    def scan(self) -> None:
+        """Look for processes that are new since the last time."""
+        for process in descendants(self._root):
+            self._watch(process)
+        # One whose parent died no longer hangs on the root; its own children hang on it.
+        for process in self.living():
+            if not process.is_same(self._root):
+                for child in descendants(process):
+                    self._watch(child)
+
+    def living(self) -> list[Process]:
+        """The processes that are watched and not known to be dead."""
+        return [process for process, _ in self._watched.values()]
+
+    def close(self) -> None:
+        """Stop watching; touches no process."""
+        if self._scans is not None:
+            self._scans.cancel()
+        for process in self.living():
+            self._forget(process)
+
+    async def kill(self, grace_s: float) -> list[Process]:
+        """End the whole tree: SIGTERM to its root, SIGKILL to all that is left after `grace_s` (0: at once).
+
+        Deaths go on being told. Returns what could not be ended, which the caller must report; mostly nothing.
+        """
+        if grace_s > 0 and send(self._root, signal.SIGTERM):
+            # The root knows how to end its own; a signal to each would be taken for a crash there.
+            await self._until_dead(grace_s)
+        deadline = self._loop.time() + _UNKILLABLE_S
+        while left := self._all_left():
+            for process in left:
+                send(process, signal.SIGKILL)
+            await self._until_dead(min(1.0, max(deadline - self._loop.time(), 0)))
+            if self._loop.time() >= deadline:
+                return self._all_left()
+        return []
+
+    def _all_left(self) -> list[Process]:
+        """What lives of the tree: also what forked a moment ago, and what was left by parents that died."""
+        self.scan()
+        if self._root.session == self._root.pid:  # its own session, so everything in it belongs to it
+            for process in members(self._root.session):
+                self._watch(process)
+        return [p for p in self.living() if p.is_same(read_process(p.pid))]
+
+    async def _until_dead(self, within_s: float) -> None:
+        deadline, pause_s = self._loop.time() + within_s, _KILL_POLL_S
+        while any(p.is_same(read_process(p.pid)) for p in self.living()) and self._loop.time() < deadline:
+            await asyncio.sleep(min(pause_s, max(deadline - self._loop.time(), 0)))
+            pause_s = min(pause_s * 2, _KILL_POLL_MAX_S)
+
+    def _watch(self, process: Process) -> bool:
+        if (process.pid, process.started) in self._watched:
+            return True
+        if len(self._watched) >= WATCHED_MAX:
+            return False
+        descriptor = open_pidfd(process)
+        if descriptor is None:
+            return False
+        self._watched[process.pid, process.started] = (process, descriptor)
+        self._loop.add_reader(descriptor, self._died, process)
+        return True
+
+    def _died(self, process: Process) -> None:
+        # Read before anybody collects it: afterwards nobody knows how it ended.
+        status = exit_status(process)
+        self._forget(process)
+        if not process.is_same(self._root):  # the root is collected by whoever started it
+            collect([process])
+        self._on_death(Death(process, status, is_root=process.is_same(self._root)))
+
+    def _forget(self, process: Process) -> None:
+        _, descriptor = self._watched.pop((process.pid, process.started))
+        self._loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+    async def _scan_on(self) -> None:
+        for pause_s in _FIRST_SCANS_S:
+            await asyncio.sleep(pause_s)
+            self.scan()
+        while True:
+            await asyncio.sleep(_SCAN_S)
+            self.scan()

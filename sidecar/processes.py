@@ -1,0 +1,178 @@
+"""Facts about processes and trees of them, and signals that never reach a stranger.
+
+Invariant: a process is its pid *and* its start time, so a pid that the kernel gave to somebody else is never taken for
+the one that was meant; signals go through a pidfd that was checked after it was opened. Linux only: reads `/proc`.
+Does not wait for anything: watching is `process_watch.py`, starting is `supervise.py`.
+"""
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+_PR_SET_PDEATHSIG = 1
+# Found before any fork: between fork and exec a child must not load or allocate more than it has to.
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process: `started` is in clock ticks since boot, as the kernel counts it."""
+
+    pid: int
+    started: int
+    name: str
+    parent: int
+    session: int
+
+    def is_same(self, other: "Process | None") -> bool:
+        """Whether both are one process; names and parents change in its life, pid and start do not."""
+        return other is not None and (self.pid, self.started) == (other.pid, other.started)
+
+
+def read_process(pid: int) -> Process | None:
+    """The process that has `pid` now; None when there is none or it is dead already."""
+    found = _read_stat(pid)
+    return None if found is None or found[1] in "ZX" else found[0]
+
+
+def exit_status(process: Process) -> int | None:
+    """How a dead, not yet collected process ended, as `waitpid` counts; None when that can no longer be known."""
+    found = _read_stat(process.pid)
+    if found is None or found[1] != "Z" or not process.is_same(found[0]):
+        return None
+    return found[2]
+
+
+def say_status(status: int | None) -> str:
+    """An exit status in words: `killed by SIGKILL`, `exit code 3`."""
+    if status is None:
+        return "how it ended is not known"
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        with suppress(ValueError):
+            return f"killed by {signal.Signals(number).name}"
+        return f"killed by signal {number}"
+    return f"exit code {os.waitstatus_to_exitcode(status)}"
+
+
+def descendants(root: Process) -> list[Process]:
+    """The living processes of the tree of `root`, itself first; empty when it is gone."""
+    if not root.is_same(read_process(root.pid)):
+        return []
+    found, queue = [root], [root.pid]
+    seen = {root.pid}
+    while queue:
+        for pid in _children(queue.pop()):
+            if pid not in seen:
+                seen.add(pid)
+                child = read_process(pid)
+                if child is not None:
+                    found.append(child)
+                queue.append(pid)
+    return found
+
+
+def members(session: int) -> list[Process]:
+    """All living processes of a kernel session: also those whose parents are gone. Reads the whole of /proc."""
+    return [p for p in _all() if p.session == session]
+
+
+def open_pidfd(process: Process) -> int | None:
+    """A descriptor of exactly this process, readable as soon as it is dead; None when it is gone already."""
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return None
+    # The pid may have changed hands before the open; from here on it cannot.
+    if process.is_same(found[0] if (found := _read_stat(process.pid)) else None):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def send(process: Process, number: signal.Signals) -> bool:
+    """Send a signal to exactly this process; False when it is gone."""
+    descriptor = open_pidfd(process)
+    if descriptor is None:
+        return False
+    try:
+        signal.pidfd_send_signal(descriptor, number)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def collect(processes: Iterable[Process]) -> None:
+    """Collect the dead among `processes` that became children of this process when their parents died."""
+    for process in processes:
+        found = _read_stat(process.pid)
+        if found and found[1] == "Z" and process.is_same(found[0]) and found[0].parent == os.getpid():
+            with suppress(ChildProcessError):
+                os.waitpid(process.pid, os.WNOHANG)
+
+
+def dies_with_parent(number: signal.Signals) -> Callable[[], None]:
+    """What a child runs between fork and exec so that it gets `number` when this process (its thread) is gone.
+
+    The kernel forgets it for the child's own children: an engine's front end ends those itself when it is terminated.
+    """
+    parent = os.getpid()
+
+    def between_fork_and_exec() -> None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+        if os.getppid() != parent:  # it died before the call above: no signal would ever come
+            os._exit(1)
+
+    return between_fork_and_exec
+
+
+def can_die_with_parent() -> bool:
+    """Whether this kernel has PR_SET_PDEATHSIG; asks without changing anything."""
+    value = ctypes.c_int()
+    return bool(_LIBC.prctl(2, ctypes.byref(value), 0, 0, 0) == 0)  # PR_GET_PDEATHSIG
+
+
+def _read_stat(pid: int) -> tuple[Process, str, int] | None:
+    """The process, its state letter and its exit code."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_bytes().decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The name stands in parentheses and may itself hold spaces and parentheses.
+    name = text[text.index("(") + 1 : text.rindex(")")]
+    fields = text[text.rindex(")") + 2 :].split()
+    process = Process(pid, int(fields[19]), name, int(fields[1]), int(fields[3]))
+    return process, fields[0], int(fields[49])
+
+
+def _children(pid: int) -> list[int]:
+    """The children of a process, asked of each of its threads: much cheaper than reading all of /proc."""
+    found: list[int] = []
+    try:
+        threads = os.listdir(_PROC / str(pid) / "task")
+    except (FileNotFoundError, ProcessLookupError):
+        return found
+    for thread in threads:
+        try:
+            text = (_PROC / str(pid) / "task" / thread / "children").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            if not _KERNEL_LISTS_CHILDREN:
+                return [p.pid for p in _all() if p.parent == pid]
+            continue
+        found.extend(int(word) for word in text.split())
+    return found
+
+
+def _all() -> list[Process]:
+    pids = (int(name) for name in os.listdir(_PROC) if name.isdigit())
+    return [process for pid in pids if (process := read_process(pid)) is not None]
+
+
+_KERNEL_LISTS_CHILDREN = (_PROC / "self" / "task" / str(os.getpid()) / "children").exists()
