@@ -1,0 +1,83 @@
+"""Engine core and workers: what must happen to a resumed request where no connector hook reaches.
+
+* the journal is written between the scheduler's update and the moment its outputs leave the core;
+* a grammar is advanced over the old outputs when it is made;
+* the V1 model runner's request state gets the old outputs, and its random generator the draws they cost.
+"""
+
+import contextlib
+from typing import Any
+
+from .guard import patch, report
+from .marking import resumed_outputs
+
+
+def install() -> None:
+    """Install the three hooks."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    patch(Scheduler, "update_from_output", ("self", "scheduler_output", "model_runner_output"), _journaling)
+    patch(StructuredOutputManager, "_create_grammar", ("self", "request"), _advanced_grammar)
+    with contextlib.suppress(ImportError):
+        from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+        patch(CachedRequestState, "__post_init__", ("self",), _with_outputs)
+
+
+def _journaling(original: Any) -> Any:
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        side = getattr(getattr(self, "connector", None), "scheduler_side", None)
+        if side is None:
+            return original(self, scheduler_output, model_runner_output)
+        side.step_begins()
+        outputs = None
+        try:
+            outputs = original(self, scheduler_output, model_runner_output)
+        finally:
+            side.step_ends(outputs)
+        return outputs
+
+    return update_from_output
+
+
+def _advanced_grammar(original: Any) -> Any:
+    def _create_grammar(self: Any, request: Any) -> Any:
+        grammar = original(self, request)
+        try:
+            outputs = resumed_outputs(request.sampling_params)
+            accepted = not outputs or grammar.accept_tokens(request.request_id, outputs)
+        except Exception:
+            report("grammar of a resumed request")
+            accepted = False
+        if not accepted:
+            # A grammar at the wrong place would write a wrong answer; vLLM fails this one request for it.
+            raise ValueError("midstream: the grammar does not accept the outputs of the interrupted run")
+        return grammar
+
+    return _create_grammar
+
+
+def _with_outputs(original: Any) -> Any:
+    def __post_init__(self: Any) -> None:
+        original(self)
+        try:
+            outputs = resumed_outputs(self.sampling_params) if self.sampling_params is not None else []
+            if outputs and not self.output_token_ids:
+                self.output_token_ids = outputs
+                if self.generator is not None:
+                    _advance(self.generator, len(outputs))
+        except Exception:
+            report("request state of a resumed request")
+
+    return __post_init__
+
+
+def _advance(generator: Any, draws: int) -> None:
+    """Consume what vLLM's CPU sampler draws per token: one `randint` (TopKTopPSampler.forward_cpu of 0.32)."""
+    import torch
+
+    if generator.device.type != "cpu":
+        raise NotImplementedError("advancing the V1 runner's generator on a GPU is not known for this vLLM")
+    for _ in range(draws):
+        torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long)

@@ -1,0 +1,93 @@
+"""What this engine says of itself: its compatibility key and its pools."""
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from ...session.errors import PoolError
+from ...session.held import HolderClient
+from ..weights import model_fingerprint, tokenizer_fingerprint
+from .guard import log
+from .settings import PluginSettings
+
+
+def facts_of(settings: PluginSettings, vllm_config: Any, kv_cache_config: Any) -> tuple[dict[str, Any], bool]:
+    """The facts for the arena, and whether every rank runs in the pool of the epoch before."""
+    pools, adopted, fingerprint = _pools(settings, vllm_config.parallel_config.tensor_parallel_size)
+    groups = getattr(kv_cache_config, "kv_cache_groups", ())
+    if len(groups) != 1:
+        log.warning("midstream: %d KV cache groups; only one is supported, so there are no snapshots", len(groups))
+        pools, adopted = [], False
+    facts = {
+        "v": 1,
+        "engine": "vllm",
+        "pid": os.getpid(),
+        "key": {**_key(vllm_config), "kv_layout": fingerprint or "unplaced"},
+        "pools": pools,
+        "adopted": adopted,
+        "block_tokens": vllm_config.cache_config.block_size,
+        "max_sessions": vllm_config.scheduler_config.max_num_seqs,
+    }
+    return facts, adopted
+
+
+def _pools(settings: PluginSettings, ranks: int) -> tuple[list[str], bool, str]:
+    names, adopted, fingerprints = [], True, []
+    for rank in range(ranks):
+        name = settings.pool_name(rank)
+        try:
+            fd, meta = HolderClient(settings.holder).get(name)
+        except PoolError as error:
+            log.warning("midstream: no held pool for rank %d (%s); sessions will be recomputed", rank, error)
+            return [], False, ""
+        os.close(fd)
+        names.append(name)
+        adopted = adopted and bool(meta["owner"].get("adopted_from"))
+        fingerprints.append(str(meta["fingerprint"]))
+    return names, adopted, "+".join(dict.fromkeys(fingerprints))
+
+
+def _key(vllm_config: Any) -> dict[str, str | int | None]:
+    import torch
+    import vllm
+
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    lora = vllm_config.lora_config
+    return {
+        "engine": "vllm",
+        "engine_version": str(vllm.__version__),
+        "torch_version": str(torch.__version__),
+        "device": _device(vllm_config.device_config.device_type),
+        "model": _fingerprint(model.model, model_fingerprint),
+        "tokenizer": _fingerprint(model.tokenizer, tokenizer_fingerprint),
+        "dtype": str(model.dtype),
+        "kv_dtype": str(cache.cache_dtype),
+        "block_tokens": cache.block_size,
+        "parallel": f"tp{parallel.tensor_parallel_size}-pp{parallel.pipeline_parallel_size}",
+        "quantization": str(model.quantization),
+        "enforce_eager": int(model.enforce_eager),
+        "attention": str(getattr(getattr(vllm_config, "attention_config", None), "backend", None)),
+        "threads": os.environ.get("OMP_NUM_THREADS") or os.environ.get("VLLM_CPU_OMP_THREADS_BIND"),
+        "lora": None if lora is None else f"rank{lora.max_lora_rank}",
+    }
+
+
+def _device(kind: str) -> str:
+    import torch
+
+    if kind == "cuda":
+        return f"{torch.cuda.get_device_name()} driver {_driver()}"
+    return f"{kind} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _driver() -> str:
+    try:
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+def _fingerprint(name: str, of: Any) -> str:
+    folder = Path(name)
+    return str(of(folder)) if folder.is_dir() else name

@@ -1,0 +1,29 @@
+"""vLLM's `general_plugins` entry point: installs the hooks that a KV connector alone cannot provide.
+
+Runs in every process of the engine, possibly more than once. Everything here is off unless the engine was started
+beside a sidecar (settings.py), and each hook is installed by itself: one that does not fit this vLLM is left out.
+"""
+
+from .guard import guarded, log
+from .settings import plugin_settings
+
+TESTED_VERSIONS = ("0.25.1", "0.32.0")
+_registered = False
+
+
+@guarded(default=None)
+def register() -> None:
+    """Install the hooks of this process, once."""
+    global _registered
+    if _registered or plugin_settings() is None:
+        return
+    _registered = True
+    import vllm
+
+    from . import core_hooks, pool, replay
+
+    version = getattr(vllm, "__version__", "unknown").split("+")[0]
+    if version not in TESTED_VERSIONS:
+        log.warning("midstream: vLLM %s was not tested (%s were)", version, ", ".join(TESTED_VERSIONS))
+    for install in (replay.install, core_hooks.install, pool.install):
+        guarded(default=None)(install)()

@@ -1,0 +1,104 @@
+"""Front end: a resumed request first replays its old outputs through vLLM's own output processing.
+
+So detokenizer, stop matcher, logprobs shapes, parsers and usage are rebuilt by the code that built them before; the
+proxy drops what the client already has. A request whose answer is already complete gets its ending here and never
+reaches the core.
+"""
+
+import time
+from typing import Any
+
+from ...session.marker import Resume
+from .guard import patch, report
+from .marking import marker_of
+
+
+def install() -> None:
+    """Hook `OutputProcessor.add_request` and `AsyncLLM._add_request`."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    if patch(OutputProcessor, "add_request", ("self", "request", "prompt"), _replaying):
+        patch(AsyncLLM, "_add_request", ("self", "request", "prompt", "parent_req", "index", "queue"), _ending)
+
+
+def _resume_of(request: Any) -> Resume | None:
+    marker = marker_of(request.sampling_params) if request.sampling_params is not None else None
+    return None if marker is None else marker.resume
+
+
+def _replaying(original: Any) -> Any:
+    def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        fresh = request.request_id not in self.request_states
+        original(self, request, *args, **kwargs)
+        if not fresh:
+            return
+        try:
+            resume = _resume_of(request)
+            if resume is not None and resume.outputs:
+                _replay(self, request, resume)
+        except Exception:
+            report("replay")
+
+    return add_request
+
+
+def _replay(processor: Any, request: Any, resume: Resume) -> None:
+    from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+    state = processor.request_states[request.request_id]
+    if state.stats is not None:
+        # Statistics of the first token divide by times that only a first step would set.
+        state.stats.first_token_ts = state.stats.last_token_ts = time.monotonic()
+    finish = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}.get(resume.finish)
+    last = resume.outputs[-1]
+    params = request.sampling_params
+    stopped_by_id = (
+        finish is FinishReason.STOP and last in (params.stop_token_ids or ()) and last != params.eos_token_id
+    )
+    output = EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=list(resume.outputs),
+        new_logprobs=_logprobs(params.logprobs, resume.outputs),
+        finish_reason=finish,
+        stop_reason=last if stopped_by_id else None,
+    )
+    processor.process_outputs([output])
+
+
+def _logprobs(wanted: int | None, outputs: tuple[int, ...]) -> Any:
+    """Logprobs in the shape that the front end needs. The client has the real ones: the coordinator cuts there."""
+    if wanted is None:
+        return None
+    import numpy as np
+    from vllm.v1.outputs import LogprobsLists
+
+    width = max(wanted, 0) + 1
+    ids = np.repeat(np.asarray(outputs, np.int64)[:, None], width, 1)
+    return LogprobsLists(ids, np.zeros((len(outputs), width), np.float32), np.ones(len(outputs), np.int64))
+
+
+def _ending(original: Any) -> Any:
+    async def _add_request(self: Any, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
+        resume = None
+        try:
+            resume = _resume_of(request)
+        except Exception:
+            report("resume record")
+        if resume is None:
+            await original(self, request, prompt, parent_req, index, queue)
+            return
+        states = self.output_processor.request_states
+        if resume.finish:
+            self.output_processor.add_request(request, prompt, parent_req, index, queue)
+            if request.request_id not in states:
+                return
+            # The replay did not end it (it was reported): have the core compute the ending after all.
+            await self.engine_core.add_request_async(request)
+            return
+        await original(self, request, prompt, parent_req, index, queue)
+        if request.request_id not in states:
+            # The replay itself found a stop string: there is nothing left for the core to do.
+            await self.engine_core.abort_requests_async([request.request_id])
+
+    return _add_request

@@ -1,0 +1,281 @@
+"""Scheduler side: block tables before the step that uses them, the journal before release, and the way back in.
+
+Owns the arena writer of this engine and what is known of each marked request. All methods are called by the engine
+core's one thread; connector.py guards them. Copies nothing and waits for nothing.
+"""
+
+import time
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from ...session.arena import Counter
+from ...session.arena_writer import ArenaWriter, SlotWriter
+from ...session.ids import SessionId
+from ...session.marker import KvSource, Marker
+from ...session.records import LoadState
+from ..prompt import prompt_hash
+from .guard import count_errors_with, log
+from .identity import facts_of
+from .loads import Load, StepMeta
+from .marking import marker_of
+from .quarantine import Quarantine
+from .reservations import Reservations
+from .settings import PluginSettings
+
+FINISHES = ("stop", "length", "abort")
+RESERVATION_CHECK_S = 1.0
+
+
+class Phase(Enum):
+    """How far a request's way back in has come."""
+
+    FRESH = auto()
+    OFFERED = auto()
+    LOADING = auto()
+    LOADED = auto()
+    WITHOUT_KV = auto()
+
+
+@dataclass(slots=True)
+class Tracked:
+    """A marked request."""
+
+    request: Any
+    marker: Marker
+    slot: SlotWriter
+    phase: Phase
+    first_step_seen: bool = False
+
+    @property
+    def session(self) -> SessionId:
+        return self.marker.session
+
+
+class SchedulerSide:
+    """Everything that midstream does in the engine core."""
+
+    def __init__(self, settings: PluginSettings, vllm_config: Any, kv_cache_config: Any) -> None:
+        if settings.arena is None:
+            raise ValueError("no arena is named in the environment")
+        self._settings = settings
+        self._block_tokens = vllm_config.cache_config.block_size
+        self._arena = ArenaWriter.open(settings.arena)
+        count_errors_with(lambda: self._arena.count(Counter.HOOK_ERRORS))
+        self._tracked: dict[str, Tracked] = {}
+        self._loads: list[Load] = []
+        self._loading: dict[str, tuple[SlotWriter, tuple[int, ...]]] = {}
+        self._quarantine: Quarantine | None = None
+        self._ended_in_step: list[Tracked] | None = None
+        self._reservations: Reservations | None = None
+        self._reservations_checked_s = 0.0
+        self.facts, self._adopted = facts_of(settings, vllm_config, kv_cache_config)
+        self._arena.publish(self.facts)
+
+    def bind_block_pool(self, block_pool: Any) -> None:
+        """Called once, before the first request: reserve the blocks of sessions that may come back in place."""
+        self._quarantine = Quarantine(block_pool)
+        if self._settings.adopt is None or not self._adopted:
+            return
+        from ...session.arena import ArenaReader, SlotState
+
+        reader = ArenaReader(self._settings.adopt)
+        try:
+            newest = {}
+            for slot in sorted(reader.slots(), key=lambda s: s.generation):
+                if slot.state is SlotState.LIVE and reader.journal(slot):
+                    newest[slot.session] = reader.table(slot).blocks
+        finally:
+            reader.close()
+        self._reservations = Reservations(block_pool, newest)
+        for _ in range(self._reservations.lost):
+            self._arena.count(Counter.RESERVATIONS_LOST)
+        log.info("midstream: adopted pool, blocks of %d sessions reserved", len(self._reservations))
+
+    # ---- requests coming in
+
+    def on_new_request(self, request: Any) -> None:
+        """Admit a marked request to the arena; a resumed one re-enters its outputs as outputs."""
+        marker = marker_of(request.sampling_params)
+        if marker is None:
+            return
+        resume = marker.resume
+        outputs = resume.outputs if resume is not None else ()
+        if outputs:
+            # The request now looks like a preempted one: outputs stay outputs for penalties, limits and stop checks.
+            request.append_output_token_ids(list(outputs))
+            request.prefill_stats = None
+        prompt = request.prompt_token_ids
+        if prompt is None or request.pooling_params is not None:
+            return
+        fingerprint = prompt_hash(prompt)
+        slot = self._arena.admit(marker.session, marker.generation, len(prompt), fingerprint, outputs)
+        if slot is None:
+            return
+        phase = Phase.WITHOUT_KV
+        if resume is not None and outputs and resume.kv is not KvSource.NONE:
+            if fingerprint == resume.prompt_hash:
+                phase = Phase.FRESH
+                # Exactly the interrupted run's KV is wanted, not somebody else's for the same tokens. Switched off
+                # for the one look-up that precedes `matched`.
+                request.skip_reading_prefix_cache = True
+            else:
+                slot.report(LoadState.FAILED, 0, 0)
+        self._tracked[request.request_id] = Tracked(request, marker, slot, phase)
+
+    def matched(self, request: Any, local_tokens: int) -> tuple[int, bool]:
+        """How many positions will be loaded: all but the last, once, and asynchronously."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.phase not in (Phase.FRESH, Phase.OFFERED):
+            return 0, False
+        request.skip_reading_prefix_cache = False
+        tokens = request.num_tokens - 1
+        if local_tokens or tokens < 1 or not tracked.slot.alive:
+            self._without_kv(tracked)
+            return 0, False
+        if tracked.marker.resume is not None and tracked.marker.resume.kv is KvSource.IN_PLACE:
+            count = -(-tokens // self._block_tokens)
+            if self._reservations is None or not self._reservations.offer(tracked.session, count):
+                self._arena.count(Counter.RESERVATIONS_LOST)
+                self._without_kv(tracked)
+                return 0, False
+        tracked.phase = Phase.OFFERED
+        return tokens, True
+
+    def allocated(self, request: Any, block_ids: list[int], external_tokens: int) -> None:
+        """The scheduler made room for the positions that `matched` promised."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.phase is not Phase.OFFERED or external_tokens <= 0:
+            return
+        in_place = self._reservations is not None and self._reservations.table(tracked.session) is not None
+        if in_place and self._reservations is not None:
+            in_place = self._reservations.settle(tracked.session, block_ids)
+        tracked.phase = Phase.LOADING
+        tracked.slot.set_blocks(block_ids)
+        if not in_place:
+            self._loading[request.request_id] = (tracked.slot, tuple(block_ids))
+            tracked.slot.report(LoadState.WAITING, 0, 0)
+        self._loads.append(
+            Load(
+                request.request_id,
+                tracked.session,
+                tracked.marker.generation,
+                tracked.slot.index,
+                external_tokens,
+                list(block_ids),
+                in_place,
+            )
+        )
+
+    def load_ended(self, request_ids: set[str], invalid_blocks: set[int]) -> None:
+        """Workers report that loads came to their end."""
+        for request_id in request_ids:
+            slot, blocks = self._loading.pop(request_id, (None, ()))
+            if slot is not None and slot.inbox()[0] is LoadState.NONE and self._quarantine is not None:
+                # The mover said nothing: it may still write. Nobody else gets these blocks until it has.
+                self._arena.count(Counter.LOADS_TIMED_OUT)
+                self._quarantine.hold(slot, blocks)
+            tracked = self._tracked.get(request_id)
+            if tracked is None or tracked.phase is not Phase.LOADING:
+                continue
+            if invalid_blocks & set(blocks):
+                self._without_kv(tracked)
+            else:
+                tracked.phase = Phase.LOADED
+                if self._reservations is not None:
+                    self._reservations.release(tracked.session)
+
+    def _without_kv(self, tracked: Tracked) -> None:
+        tracked.phase = Phase.WITHOUT_KV
+        tracked.slot.report(LoadState.FAILED, 0, 0)
+        if self._reservations is not None:
+            self._reservations.release(tracked.session)
+
+    # ---- each step
+
+    def step_meta(self, scheduled: Any) -> StepMeta:
+        """Write the block tables of what the step about to be launched touches."""
+        for new in scheduled.scheduled_new_reqs:
+            tracked = self._tracked.get(new.req_id)
+            if tracked is not None:
+                tracked.slot.set_blocks(new.block_ids[0])
+                self._first_step(tracked, new.num_computed_tokens)
+        cached = scheduled.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            tracked = self._tracked.get(request_id)
+            blocks = cached.new_block_ids[index]
+            if tracked is None or blocks is None:
+                continue
+            if request_id in cached.resumed_req_ids:
+                # Preempted and back: its old blocks are somebody else's by now.
+                tracked.slot.set_blocks(blocks[0])
+            elif blocks[0]:
+                tracked.slot.append_blocks(blocks[0])
+        self._keep_reservations()
+        if self._quarantine is not None:
+            self._quarantine.free_answered()
+        loads, self._loads = self._loads, []
+        return StepMeta(loads)
+
+    def _first_step(self, tracked: Tracked, computed: int) -> None:
+        """Say truthfully what was loaded and what this engine computes again."""
+        if tracked.first_step_seen or tracked.marker.resume is None:
+            return
+        tracked.first_step_seen = True
+        again = tracked.request.num_tokens - computed
+        if tracked.phase is Phase.LOADED:
+            tracked.slot.report(LoadState.DONE, computed, again)
+        else:
+            tracked.slot.report(LoadState.FAILED, 0, again)
+
+    def _keep_reservations(self) -> None:
+        if self._reservations is None:
+            return
+        for session in self._reservations.withdraw():
+            for tracked in self._tracked.values():
+                if tracked.session == session and tracked.phase is Phase.OFFERED:
+                    tracked.request.skip_reading_prefix_cache = True
+        now = time.monotonic()
+        if now - self._reservations_checked_s < RESERVATION_CHECK_S:
+            return
+        self._reservations_checked_s = now
+        # The sidecar removes the old arena when none of its sessions can come back any more.
+        if self._settings.adopt is not None and not self._settings.adopt.exists():
+            self._reservations.release_all()
+            self._reservations = None
+
+    def step_begins(self) -> None:
+        """The scheduler is about to take a step's results in; requests that end now end after their last tokens."""
+        self._ended_in_step = []
+
+    def step_ends(self, outputs: Any) -> None:
+        """Journal what the step produced, before the core hands it on."""
+        ended, self._ended_in_step = self._ended_in_step or [], None
+        for batch in (outputs or {}).values():
+            for output in batch.outputs:
+                tracked = self._tracked.get(output.request_id)
+                if tracked is None:
+                    continue
+                if output.new_token_ids:
+                    tracked.slot.append_tokens(output.new_token_ids)
+                if output.finish_reason is not None:
+                    self._finish(tracked, str(output.finish_reason))
+        for tracked in ended:
+            self._finish(tracked, "abort")
+
+    def request_finished(self, request: Any) -> None:
+        """A request ends; within a step its last tokens are still to be journaled."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return
+        if self._ended_in_step is not None:
+            self._ended_in_step.append(tracked)
+        else:
+            self._finish(tracked, "abort")
+
+    def _finish(self, tracked: Tracked, reason: str) -> None:
+        if self._tracked.pop(tracked.request.request_id, None) is None:
+            return
+        tracked.slot.finish(reason if reason in FINISHES else "error")
+        if self._reservations is not None:
+            self._reservations.release(tracked.session)
