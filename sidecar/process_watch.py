@@ -11,11 +11,13 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .processes import Process, collect, descendants, exit_status, members, open_pidfd, read_process, send
+from .processes import Process, collect, descendants, members, open_pidfd, read_process, remains, send
 
 # Engines start their processes in the first seconds; later ones are rare.
 _FIRST_SCANS_S = (0.02, 0.05, 0.1)
 _SCAN_S = 0.25
+# What is left when the root has ended in good order was forgotten by it.
+_FORGOTTEN_S = 0.5
 _KILL_POLL_S = 0.01
 _KILL_POLL_MAX_S = 0.1
 # After SIGKILL the kernel needs a moment to take a process down, longer where gigabytes are to be freed.
@@ -40,6 +42,8 @@ class TreeWatch:
         self._on_death = on_death
         # By pid and start: while one's death waits to be told, its pid may already be another's.
         self._watched: dict[tuple[int, int], tuple[Process, int]] = {}
+        # Dead, and perhaps to become children of this process once their parents are dead too.
+        self._uncollected: list[Process] = []
         self._loop = asyncio.get_running_loop()
         self._scans: asyncio.Task[None] | None = None
 
@@ -52,7 +56,8 @@ class TreeWatch:
         self._scans = self._loop.create_task(self._scan_on(), name=f"scan of {self._root.pid}")
 
     def scan(self) -> None:
-        """Look for processes that are new since the last time."""
+        """Look for processes that are new since the last time, and collect the orphans among the dead."""
+        self._uncollected = collect(self._uncollected)
         for process in descendants(self._root):
             self._watch(process)
         # One whose parent died no longer hangs on the root; its own children hang on it.
@@ -79,14 +84,18 @@ class TreeWatch:
         """
         if grace_s > 0 and send(self._root, signal.SIGTERM):
             # The root knows how to end its own; a signal to each would be taken for a crash there.
-            await self._until_dead(grace_s)
+            await self._until_dead([self._root], grace_s)
+            if not self._root.is_same(read_process(self._root.pid)):
+                await self._until_dead(self.living(), min(grace_s, _FORGOTTEN_S))
         deadline = self._loop.time() + _UNKILLABLE_S
         while left := self._all_left():
             for process in left:
                 send(process, signal.SIGKILL)
-            await self._until_dead(min(1.0, max(deadline - self._loop.time(), 0)))
+            await self._until_dead(left, min(1.0, max(deadline - self._loop.time(), 0)))
             if self._loop.time() >= deadline:
                 return self._all_left()
+        await asyncio.sleep(0)  # the deaths are told, if they were not
+        self._uncollected = collect(self._uncollected)
         return []
 
     def _all_left(self) -> list[Process]:
@@ -97,9 +106,9 @@ class TreeWatch:
                 self._watch(process)
         return [p for p in self.living() if p.is_same(read_process(p.pid))]
 
-    async def _until_dead(self, within_s: float) -> None:
+    async def _until_dead(self, processes: list[Process], within_s: float) -> None:
         deadline, pause_s = self._loop.time() + within_s, _KILL_POLL_S
-        while any(p.is_same(read_process(p.pid)) for p in self.living()) and self._loop.time() < deadline:
+        while any(p.is_same(read_process(p.pid)) for p in processes) and self._loop.time() < deadline:
             await asyncio.sleep(min(pause_s, max(deadline - self._loop.time(), 0)))
             pause_s = min(pause_s * 2, _KILL_POLL_MAX_S)
 
@@ -117,11 +126,11 @@ class TreeWatch:
 
     def _died(self, process: Process) -> None:
         # Read before anybody collects it: afterwards nobody knows how it ended.
-        status = exit_status(process)
+        named, status = remains(process)
         self._forget(process)
         if not process.is_same(self._root):  # the root is collected by whoever started it
-            collect([process])
-        self._on_death(Death(process, status, is_root=process.is_same(self._root)))
+            self._uncollected = collect([*self._uncollected, process])
+        self._on_death(Death(named, status, is_root=process.is_same(self._root)))
 
     def _forget(self, process: Process) -> None:
         _, descriptor = self._watched.pop((process.pid, process.started))

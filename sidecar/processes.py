@@ -40,12 +40,24 @@ def read_process(pid: int) -> Process | None:
     return None if found is None or found[1] in "ZX" else found[0]
 
 
-def exit_status(process: Process) -> int | None:
-    """How a dead, not yet collected process ended, as `waitpid` counts; None when that can no longer be known."""
+def read_child(pid: int) -> Process:
+    """A child of this process that was not collected yet, dead or alive: its pid cannot be another's."""
+    found = _read_stat(pid)
+    if found is None:
+        raise ProcessLookupError(f"process {pid} is no child of this one, or was collected already")
+    return found[0]
+
+
+def remains(process: Process) -> tuple[Process, int | None]:
+    """A dead process under its last name, and how it ended, as `waitpid` counts.
+
+    None when that can no longer be known because its parent has collected it. Engines name their processes only after
+    they have started, so the last name says more than the first.
+    """
     found = _read_stat(process.pid)
     if found is None or found[1] != "Z" or not process.is_same(found[0]):
-        return None
-    return found[2]
+        return process, None
+    return found[0], found[2]
 
 
 def say_status(status: int | None) -> str:
@@ -109,13 +121,22 @@ def send(process: Process, number: signal.Signals) -> bool:
     return True
 
 
-def collect(processes: Iterable[Process]) -> None:
-    """Collect the dead among `processes` that became children of this process when their parents died."""
+def collect(processes: Iterable[Process]) -> list[Process]:
+    """Collect the dead that became children of this process when their parents died.
+
+    Returns those that lie uncollected still, under a parent that has yet to do it or to die.
+    """
+    left: list[Process] = []
     for process in processes:
         found = _read_stat(process.pid)
-        if found and found[1] == "Z" and process.is_same(found[0]) and found[0].parent == os.getpid():
-            with suppress(ChildProcessError):
-                os.waitpid(process.pid, os.WNOHANG)
+        if found is None or found[1] != "Z" or not process.is_same(found[0]):
+            continue
+        if found[0].parent != os.getpid():
+            left.append(process)
+            continue
+        with suppress(ChildProcessError):
+            os.waitpid(process.pid, os.WNOHANG)
+    return left
 
 
 def dies_with_parent(number: signal.Signals) -> Callable[[], None]:

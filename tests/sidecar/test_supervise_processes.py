@@ -92,7 +92,7 @@ async def test_the_death_of_any_process_of_the_tree_is_told_at_once(tree: Tree) 
     began = time.perf_counter()
     os.kill(tree.grandchild.pid, signal.SIGKILL)
     await until(lambda: bool(deaths))
-    assert time.perf_counter() - began < 0.2
+    assert time.perf_counter() - began < 0.5
     assert deaths[0].process.is_same(tree.grandchild)
     assert not deaths[0].is_root
     watch.close()

@@ -1,0 +1,275 @@
+"""Engines that really run and really die: small servers with a child each, killed with SIGKILL."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import uvloop
+
+from midstream.session.errors import EngineError
+from midstream.sidecar.engine_log import LINE_BYTES_MAX, LineCutter
+from midstream.sidecar.process_watch import Death
+from midstream.sidecar.processes import Process, read_process
+from midstream.sidecar.supervise import Policy, WorkerState
+from midstream.sidecar.supervise_run import Command, EpochDeath, StateChange, Supervised
+
+# An engine: one child, as an engine core would be, and a health check. `before` and `after` run around its start.
+ENGINE = """
+import http.server, subprocess, sys, time
+{before}
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+    def log_message(self, *a): pass
+server = http.server.HTTPServer(("127.0.0.1", {port}), Handler)
+{after}
+server.serve_forever()
+"""
+POLICY = Policy(start_timeout_s=20, stop_timeout_s=5, restart_backoff_s=0.05, restarts_max=3, restarts_window_s=60)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Engine:
+    """A supervised ENGINE and what was told about it."""
+
+    def __init__(
+        self, *, before: str = "", after: str = "", policy: Policy = POLICY, argv: tuple[str, ...] | None = None
+    ) -> None:
+        self.port = free_port()
+        self.deaths: list[EpochDeath] = []
+        self.states: list[StateChange] = []
+        self.epochs: list[int] = []
+        code = ENGINE.format(port=self.port, before=before, after=after)
+        self.argv = argv or (sys.executable, "-u", "-c", code)
+        self.supervised = Supervised(
+            "w-1", self.prepare, policy, on_death=self.deaths.append, on_state=self.states.append
+        )
+
+    async def prepare(self, epoch: int) -> Command:
+        self.epochs.append(epoch)
+        env = {**os.environ, "EPOCH": str(epoch)}
+        return Command(self.argv, env, f"http://127.0.0.1:{self.port}")
+
+    @property
+    def processes(self) -> list[Process]:
+        return self.supervised.processes()
+
+
+@asynccontextmanager
+async def running(engine: Engine) -> AsyncIterator[Supervised]:
+    engine.supervised.start()
+    try:
+        await engine.supervised.wait_ready()
+        yield engine.supervised
+    finally:
+        await engine.supervised.stop()
+
+
+async def until(condition: Callable[[], bool], within_s: float = 10) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        await asyncio.sleep(0.005)
+
+
+def is_alive(process: Process) -> bool:
+    return process.is_same(read_process(process.pid))
+
+
+async def test_an_engine_is_ready_when_its_health_check_answers_and_stopped_when_nothing_is_left() -> None:
+    engine = Engine()
+    async with running(engine) as supervised:
+        assert supervised.state is WorkerState.READY
+        assert supervised.pid is not None
+        processes = engine.processes
+        assert len(processes) == 2
+        assert all(is_alive(p) for p in processes)
+    assert supervised.state is WorkerState.STOPPED
+    assert not any(is_alive(p) for p in processes)
+    assert [s.state.value for s in engine.states] == ["starting", "ready", "draining", "stopped"]
+    assert engine.deaths == []
+
+
+@pytest.mark.parametrize("victim_index", [0, 1], ids=["the front end", "the core"])
+async def test_any_process_that_is_killed_is_told_at_once_and_all_of_it_starts_again(victim_index: int) -> None:
+    engine = Engine()
+    async with running(engine) as supervised:
+        before = engine.processes
+        began = time.perf_counter()
+        os.kill(before[victim_index].pid, signal.SIGKILL)
+        await until(lambda: bool(engine.deaths))
+        assert time.perf_counter() - began < 0.5
+        assert engine.deaths[0].epoch == 1
+        assert "killed by SIGKILL" in engine.deaths[0].text
+        await until(lambda: supervised.epoch == 2 and supervised.state is WorkerState.READY)
+        assert not any(is_alive(p) for p in before)
+        assert engine.epochs == [1, 2]
+        assert len(engine.deaths) == 1
+
+
+async def test_the_whole_tree_killed_at_once_is_one_death() -> None:
+    engine = Engine()
+    async with running(engine) as supervised:
+        for process in engine.processes:
+            os.kill(process.pid, signal.SIGKILL)
+        await until(lambda: supervised.epoch == 2 and supervised.state is WorkerState.READY)
+        assert len(engine.deaths) == 1
+
+
+def test_it_works_on_uvloop_too() -> None:
+    async def main() -> None:
+        engine = Engine()
+        async with running(engine) as supervised:
+            os.kill(engine.processes[1].pid, signal.SIGKILL)
+            await until(lambda: supervised.epoch == 2 and supervised.state is WorkerState.READY)
+            assert "killed by SIGKILL" in engine.deaths[0].text
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+async def test_a_helper_that_comes_and_goes_is_no_death() -> None:
+    after = "import threading\n"
+    after += "def helper(): time.sleep(0.3); subprocess.run([sys.executable, '-c', 'raise SystemExit(1)'])\n"
+    after += "threading.Thread(target=helper).start()"
+    engine = Engine(after=after)
+    async with running(engine) as supervised:
+        await asyncio.sleep(1.0)
+        assert supervised.state is WorkerState.READY
+        assert engine.deaths == []
+
+
+async def test_an_engine_that_ends_early_is_told_with_its_last_lines_and_fails_after_one_more_try() -> None:
+    engine = Engine(before="print('loading'); sys.exit('no such model: abc')")
+    with pytest.raises(EngineError, match="no such model: abc"):
+        async with running(engine):
+            pass
+    assert "it ended before it was ready (exit code 1)" in engine.deaths[0].text
+    assert "no such model: abc" in engine.deaths[0].text
+    assert engine.epochs == [1, 2]
+    assert engine.states[-2].state is WorkerState.FAILED
+    assert "never ready in 2 starts" in engine.states[-2].text
+
+
+async def test_a_command_that_does_not_exist_fails_with_its_name() -> None:
+    engine = Engine(argv=("/no/such/engine",))
+    with pytest.raises(EngineError, match="w-1 is failed"):
+        async with running(engine):
+            pass
+    assert "/no/such/engine" in engine.deaths[0].text
+
+
+async def test_an_engine_that_never_answers_is_killed_when_its_time_is_over() -> None:
+    policy = Policy(start_timeout_s=0.5, stop_timeout_s=1, restart_backoff_s=0.05, restarts_max=0)
+    engine = Engine(before="time.sleep(60)", policy=policy)
+    with pytest.raises(EngineError):
+        async with running(engine):
+            pass
+    assert "did not answer its health check within 0.5 s" in engine.deaths[0].text
+    assert engine.processes == []
+
+
+async def test_a_port_that_is_in_use_is_no_healthy_engine() -> None:
+    engine = Engine()
+    other = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", engine.port)
+    async with other:
+        with pytest.raises(EngineError):
+            async with running(engine):
+                pass
+    assert "something else listens" in engine.deaths[0].text
+
+
+async def test_crashes_beyond_the_budget_end_in_failed_and_a_new_start_is_possible() -> None:
+    engine = Engine(policy=Policy(start_timeout_s=20, restart_backoff_s=0.01, restarts_max=1, restarts_window_s=60))
+    async with running(engine) as supervised:
+        os.kill(engine.processes[0].pid, signal.SIGKILL)
+        await until(lambda: supervised.epoch == 2 and supervised.state is WorkerState.READY)
+        os.kill(engine.processes[0].pid, signal.SIGKILL)
+        await until(lambda: supervised.state is WorkerState.FAILED)
+        supervised.start()
+        await supervised.wait_ready()
+        assert supervised.epoch == 3
+
+
+async def test_a_stop_in_the_middle_of_a_start_leaves_nothing() -> None:
+    for delay_s in (0, 0.001, 0.02, 0.1):
+        engine = Engine()
+        engine.supervised.start()
+        await asyncio.sleep(delay_s)
+        processes = engine.processes
+        await engine.supervised.stop()
+        assert engine.supervised.state is WorkerState.STOPPED
+        assert engine.processes == []
+        assert not any(is_alive(p) for p in processes)
+
+
+async def test_an_engine_that_ignores_sigterm_is_killed_after_its_grace() -> None:
+    policy = Policy(start_timeout_s=20, stop_timeout_s=0.3)
+    engine = Engine(before="import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)", policy=policy)
+    async with running(engine):
+        processes = engine.processes
+        began = time.perf_counter()
+    assert 0.25 < time.perf_counter() - began < 2
+    assert not any(is_alive(p) for p in processes)
+
+
+async def test_a_callback_that_raises_does_not_stop_the_engine_s_life(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine()
+
+    def broken(death: EpochDeath) -> None:
+        engine.deaths.append(death)
+        raise ValueError("broken callback")
+
+    engine.supervised._on_death = broken
+    async with running(engine) as supervised:
+        os.kill(engine.processes[0].pid, signal.SIGKILL)
+        await until(lambda: supervised.epoch == 2 and supervised.state is WorkerState.READY)
+    assert "broken callback" in caplog.text
+
+
+async def test_what_an_engine_prints_is_in_the_log_under_the_worker_s_name(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    engine = Engine(before="print('hello from', __import__('os').environ['EPOCH'], flush=True)")
+    async with running(engine):
+        pass
+    assert "[w-1] hello from 1" in caplog.messages
+
+
+async def test_an_engine_that_prints_without_end_is_not_blocked_and_memory_stays_bounded() -> None:
+    engine = Engine(before="sys.stdout.write('x' * 3_000_000); sys.stdout.flush()")
+    async with running(engine) as supervised:
+        await until(lambda: supervised.state is WorkerState.READY)
+
+
+def test_lines_are_cut_bounded_and_decoded_whatever_the_bytes() -> None:
+    cutter = LineCutter()
+    assert list(cutter.feed(b"one\ntw")) == ["one"]
+    assert list(cutter.feed(b"o\r\n\n\xff\xfe\n")) == ["two", "\ufffd\ufffd"]
+    assert list(cutter.feed(b"y" * (LINE_BYTES_MAX * 3))) == []
+    assert list(cutter.feed(b"\nz")) == ["y" * LINE_BYTES_MAX + " [line cut]"]
+    assert list(cutter.end()) == ["z"]
+    assert list(cutter.end()) == []
+
+
+async def test_a_process_that_ended_in_good_order_is_left_to_the_engine_to_judge() -> None:
+    engine = Engine()
+    async with running(engine) as supervised:
+        child = engine.processes[1]
+        supervised._process_died(1, Death(child, 0, is_root=False))
+        assert supervised.state is WorkerState.READY
+        supervised._process_died(1, Death(child, None, is_root=False))
+        assert engine.deaths[0].epoch == 1
