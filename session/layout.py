@@ -1,8 +1,8 @@
 """Where the blocks of a pool lie, in bytes: what an engine says once and everybody else copies by.
 
 Owns `PoolLayout` and `PoolMeta` with their JSON (docs/formats.md). Invariant: no byte belongs to two blocks, and a
-layout that was read from JSON lies wholly inside its pool. It knows nothing of tensors, dtypes or devices: two pools hold the
-same thing in a block when their compatibility keys and their `fingerprint()` are equal.
+layout that was read from JSON lies wholly inside its pool. It knows nothing of tensors, dtypes or devices: two pools
+hold the same thing in a block when their compatibility keys and their `fingerprint()` are equal.
 """
 
 import hashlib
