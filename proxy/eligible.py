@@ -1,0 +1,70 @@
+"""Which requests become sessions that survive their worker, and which are only passed through. Pure.
+
+A session is resumable when it has one stream of output whose token ids the proxy can see from the first to the last.
+Each rule of the table has a word for the reason; a request that meets one is forwarded without a marker.
+"""
+
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Any
+
+Body = Mapping[str, Any]
+
+
+class NotResumable(StrEnum):
+    """Why a request is only passed through."""
+
+    SEVERAL_CHOICES = "n"
+    BEST_OF = "best_of"
+    BEAM_SEARCH = "beam_search"
+    SEVERAL_PROMPTS = "several_prompts"
+    PROMPT_EMBEDS = "prompt_embeds"
+    ECHO = "echo"
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    NO_OUTPUT = "no_output"
+    HIDDEN_IDS = "hidden_ids"
+    ENCODER_TRANSFER = "ec_transfer_params"
+    UNCLEAR_STREAM = "stream"
+
+
+def _more_than_one(name: str) -> Callable[[Body], bool]:
+    return lambda body: body.get(name) not in (None, 1)
+
+
+def _unclear_stream(body: Body) -> bool:
+    """Anything but true, false or nothing is for the engine to judge; 1 too, although 1 == True here."""
+    stream = body.get("stream")
+    return stream is not None and not isinstance(stream, bool)
+
+
+def _several_prompts(body: Body) -> bool:
+    """`prompt` is one text, one list of ids, or a list with one of these."""
+    prompt = body.get("prompt")
+    return isinstance(prompt, list) and len(prompt) != 1 and not all(type(item) is int for item in prompt)
+
+
+def _no_output(body: Body) -> bool:
+    return 0 in (body.get("max_tokens"), body.get("max_completion_tokens"))
+
+
+_RULES: tuple[tuple[Callable[[Body], bool], NotResumable], ...] = (
+    (_unclear_stream, NotResumable.UNCLEAR_STREAM),
+    (_more_than_one("n"), NotResumable.SEVERAL_CHOICES),
+    (_more_than_one("best_of"), NotResumable.BEST_OF),
+    (lambda body: bool(body.get("use_beam_search")), NotResumable.BEAM_SEARCH),
+    (_several_prompts, NotResumable.SEVERAL_PROMPTS),
+    (lambda body: body.get("prompt_embeds") is not None, NotResumable.PROMPT_EMBEDS),
+    # vLLM leaves the echoed text out when token ids are asked for.
+    (lambda body: bool(body.get("echo")), NotResumable.ECHO),
+    # They come from the prefill, which a resumed request does not repeat.
+    (lambda body: body.get("prompt_logprobs") is not None, NotResumable.PROMPT_LOGPROBS),
+    (_no_output, NotResumable.NO_OUTPUT),
+    # With hidden reasoning vLLM withholds the ids of all chunks.
+    (lambda body: body.get("include_reasoning") is False, NotResumable.HIDDEN_IDS),
+    (lambda body: body.get("ec_transfer_params") is not None, NotResumable.ENCODER_TRANSFER),
+)
+
+
+def why_not_resumable(body: Body) -> NotResumable | None:
+    """The first rule that a request meets, or None: then it becomes a session."""
+    return next((reason for rule, reason in _RULES if rule(body)), None)

@@ -1,0 +1,64 @@
+"""Takes one session from worker to worker.
+
+Owns the bound on takeovers, the clock of the gap, and the report to the coordinator. Invariant: the coordinator hears
+of each takeover's success at most once, and of the session's end exactly once. It reads and writes no streams.
+"""
+
+import time
+from collections.abc import Sequence
+
+from ..session.errors import Refused
+from .coordinator import Coordinator, Placement, Reason, SessionFacts
+from .report import Report, outcome_of
+
+
+class Failover:
+    """The session's dealings with the coordinator after it was admitted."""
+
+    def __init__(self, coordinator: Coordinator, facts: SessionFacts, takeovers_max: int) -> None:
+        self._coordinator = coordinator
+        self._facts = facts
+        self._takeovers_max = takeovers_max
+        self._takeovers = 0
+        self._since_s: float | None = None
+        self._fresh_run = False
+        self._ended = False
+        self.report = Report()
+
+    @property
+    def pending(self) -> bool:
+        """Whether a takeover is under way whose first new token has not been sent."""
+        return self._since_s is not None
+
+    async def take_over(
+        self, last: Placement, reason: Reason, text: str, delivered: Sequence[int], *, nothing_delivered: bool
+    ) -> Placement:
+        """Where the session goes on. Raises Refused."""
+        if self._since_s is None:
+            self._since_s = time.monotonic()
+        if self._takeovers >= self._takeovers_max:
+            raise Refused(
+                "takeovers_exhausted",
+                f"the session was interrupted {self._takeovers + 1} times, at last: {text}; "
+                "send it again, or look for the cause in the workers' logs",
+            )
+        self._takeovers += 1
+        self._fresh_run = nothing_delivered
+        if reason is Reason.MISMATCH:
+            self._coordinator.mismatched(self._facts, last, text)
+        return await self._coordinator.take_over(self._facts, last, reason, delivered)
+
+    def resumed(self, placement: Placement) -> None:
+        """Something that the client never had was sent."""
+        if self._since_s is None:
+            return
+        gap_s, self._since_s = time.monotonic() - self._since_s, None
+        outcome = outcome_of(placement, nothing_delivered=self._fresh_run)
+        self.report = self.report.after(outcome, gap_s)
+        self._coordinator.resumed(self._facts, placement, gap_s)
+
+    def ended(self, ending: str) -> None:
+        """The session is over."""
+        if not self._ended:
+            self._ended = True
+            self._coordinator.ended(self._facts, ending)

@@ -1,0 +1,48 @@
+"""What the streamed and the unstreamed handler share: one session's request, on its way to workers.
+
+Owns nothing that changes, but for the session's failover. Invariant: every attempt sends the same request, but for the
+marker. It does not read answers.
+"""
+
+from dataclasses import dataclass
+
+import aiohttp
+from aiohttp import web
+
+from . import headers
+from .coordinator import Placement, SessionFacts
+from .failover import Failover
+from .request import Outgoing
+from .settings import ProxySettings
+from .splice import Wishes
+from .upstream import Upstream, target, unless_interrupted
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One session as the handlers see it."""
+
+    request: web.Request
+    facts: SessionFacts
+    wishes: Wishes
+    outgoing: Outgoing
+    failover: Failover
+    upstream: Upstream
+    settings: ProxySettings
+
+    async def send(self, placement: Placement) -> aiohttp.ClientResponse:
+        """Send the request to a worker. Raises UpstreamLost, also when the coordinator has news meanwhile."""
+        return await unless_interrupted(
+            self.upstream.request(
+                "POST",
+                target(placement.base_url, self.request.raw_path),
+                headers.of_session(self.request.headers, self.facts.session),
+                self.outgoing.encode(placement.marker, placement.seed),
+            ),
+            placement.interrupted,
+        )
+
+    @property
+    def wants_report(self) -> bool:
+        """Whether the client asked for a trailer that tells what happened."""
+        return self.request.headers.get(headers.REPORT) == "1"

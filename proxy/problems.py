@@ -1,0 +1,73 @@
+"""Errors as clients see them: OpenAI's shape, a status, and when to try again. Pure but for making the response object.
+
+Invariant: the message says the fact, then the remedy; `code` is a stable word.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+from aiohttp import web
+from multidict import CIMultiDict
+
+from ..session.errors import Refused
+from .dialects import openai_edit
+from .headers import echo_request_id
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that the proxy itself has to tell a client."""
+
+    status: int
+    code: str
+    message: str
+    kind: str = "invalid_request_error"
+    retry_after_s: int | None = None
+
+    def response(self, request_headers: Mapping[str, str]) -> web.Response:
+        """The problem as a whole answer."""
+        headers: CIMultiDict[str] = CIMultiDict()
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(self.retry_after_s)
+        error = {"message": self.message, "type": self.kind, "param": None, "code": self.code}
+        return web.Response(
+            status=self.status,
+            body=msgspec.json.encode({"error": error}),
+            content_type="application/json",
+            headers=echo_request_id(headers, request_headers),
+        )
+
+    def event(self) -> bytes:
+        """The problem as the last event of a stream."""
+        return openai_edit.error_event(self.message, self.kind, self.code)
+
+
+def refused(error: Refused) -> Problem:
+    """No worker can take a request: 503, with the coordinator's own words."""
+    return Problem(503, error.reason, str(error), "service_unavailable", error.retry_after_s or 1)
+
+
+def body_too_large(limit_bytes: int) -> Problem:
+    """A request larger than the proxy reads."""
+    return Problem(
+        413,
+        "body_too_large",
+        f"the request body is larger than {limit_bytes} bytes: send less, or raise the proxy's body_bytes_max",
+    )
+
+
+def bad_request(text: str) -> Problem:
+    """A request that cannot be read."""
+    return Problem(400, "bad_request", text)
+
+
+def upstream_lost(text: str) -> Problem:
+    """A worker was lost and nobody could take over."""
+    return Problem(502, "worker_lost", f"{text}; send the request again", "server_error", 1)
+
+
+def too_many(sessions_max: int) -> Problem:
+    """More open sessions than the proxy was told to hold."""
+    text = f"{sessions_max} sessions are open: try again, or raise the proxy's sessions_max"
+    return Problem(503, "too_many_sessions", text, "service_unavailable", 1)

@@ -1,0 +1,97 @@
+"""A client's request as the proxy understands it, and as it goes to an engine. Pure: randomness is an argument.
+
+Invariant: nothing that a client writes reaches the engine as a marker, and what goes out differs from what came in only
+by the marker, `return_token_ids` and an assigned seed.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ..session.marker import FIELD, Marker, with_marker
+from .dialects.hiding import Hiding
+from .splice import Wishes
+
+# Where engines read transfer fields from, apart from the request itself: paths of objects within a body.
+_SMUGGLING_PLACES: tuple[tuple[str, ...], ...] = (
+    (),
+    ("vllm_xargs",),
+    ("extra_args",),
+    ("sampling_params",),
+    ("sampling_params", "extra_args"),
+    ("extra_body",),
+)
+
+
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """Decode a request; ValueError says what is wrong with it."""
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"the request body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise ValueError(f"the request body is JSON, but not an object: {raw[:40]!r}")
+    return body
+
+
+def without_transfer_fields(body: dict[str, Any]) -> dict[str, Any]:
+    """A body without anything that engines would take for a marker. The same object if there is nothing to remove."""
+    for place in _SMUGGLING_PLACES:
+        body = _without(body, place)
+    return body
+
+
+def _without(body: dict[str, Any], place: tuple[str, ...]) -> dict[str, Any]:
+    if not place:
+        return {k: v for k, v in body.items() if k != FIELD} if FIELD in body else body
+    inner = body.get(place[0])
+    if not isinstance(inner, dict):
+        return body
+    cleaned = _without(inner, place[1:])
+    return body if cleaned is inner else {**body, place[0]: cleaned}
+
+
+def may_hold_transfer_fields(raw: bytes) -> bool:
+    """Whether it is worth while to decode a body: the field's name is there, or could be in escapes."""
+    return FIELD.encode() in raw or b"\\u00" in raw
+
+
+def wishes_of(body: dict[str, Any], *, chat: bool, hiding: Hiding) -> Wishes:
+    """What a client asked for, as far as it shapes the stream."""
+    options = body.get("stream_options")
+    stops = bool(body.get("stop"))
+    return Wishes(
+        chat=chat,
+        hiding=None if body.get("return_token_ids") is True else hiding,
+        usage=isinstance(options, dict) and options.get("include_usage") is True,
+        stop_strings=stops,
+        holds_back=stops or bool(body.get("tools")) or "reasoning_effort" in body,
+    )
+
+
+def wants_seed(body: dict[str, Any]) -> bool:
+    """Whether a request samples at random without saying how."""
+    temperature = body.get("temperature")
+    return body.get("seed") is None and not (isinstance(temperature, int | float) and temperature == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A request on its way to engines: the same for every attempt, but for the marker."""
+
+    body: dict[str, Any]
+    seed: int | None
+
+    def encode(self, marker: Marker, seed: int | None) -> bytes:
+        """The body for one attempt; `seed` is the coordinator's and comes second to the one drawn already."""
+        body = with_marker(self.body, marker) | {"return_token_ids": True}
+        chosen = self.seed if self.seed is not None else seed
+        if chosen is not None and body.get("seed") is None:
+            body["seed"] = chosen
+        return msgspec.json.encode(body)
+
+
+def encode_body(body: dict[str, Any]) -> bytes:
+    """A request body as JSON."""
+    return msgspec.json.encode(body)

@@ -1,0 +1,120 @@
+"""The proxy as an aiohttp application: which handler takes a request.
+
+Owns the wiring and the bound on sessions. Invariant: a session id is drawn here and never comes from a client; each
+admitted session is reported ended exactly once. The daemon runs the application (with `make_runner`) and brings the
+coordinator.
+"""
+
+import random
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from aiohttp import web
+
+from ..session.errors import Refused
+from ..session.ids import SessionId
+from . import problems
+from .coordinator import Coordinator, SessionFacts
+from .eligible import why_not_resumable
+from .failover import Failover
+from .generation import Generation
+from .passthrough import Passthrough, read_body
+from .request import Outgoing, encode_body, parse_body, wants_seed, wishes_of, without_transfer_fields
+from .settings import ProxySettings
+from .stream import StreamHandler
+from .unary import UnaryHandler
+from .upstream import Upstream
+
+CHAT_PATH = "/v1/chat/completions"
+COMPLETIONS_PATH = "/v1/completions"
+
+# How long a client that was refused may go on sending its body before the connection is closed.
+_LINGER_S = 2.0
+
+
+def build_app(coordinator: Coordinator, settings: ProxySettings | None = None) -> web.Application:
+    """The application. Run it with `make_runner`: it relies on handlers being cancelled when clients leave."""
+    settings = settings if settings is not None else ProxySettings()
+    upstream = Upstream(settings)
+
+    async def opened(_: web.Application) -> AsyncIterator[None]:
+        await upstream.open()
+        yield
+        await upstream.close()
+
+    # Bodies are bounded where they are read; the library's own bound would answer in its own words.
+    app = web.Application(client_max_size=0)
+    app.cleanup_ctx.append(opened)
+    sessions = _Sessions(coordinator, upstream, settings)
+    passthrough = sessions.passthrough
+    app.router.add_post(COMPLETIONS_PATH, sessions.handle)
+    app.router.add_post(CHAT_PATH, sessions.handle)
+    app.router.add_route("*", "/{path:.*}", passthrough.handle)
+    return app
+
+
+def make_runner(app: web.Application, *, shutdown_timeout_s: float = 10.0) -> web.AppRunner:
+    """A runner whose handlers end when their client leaves, which is what gives up the engine's work."""
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,
+        shutdown_timeout=shutdown_timeout_s,
+        access_log=None,
+        lingering_time=_LINGER_S,
+        auto_decompress=False,
+    )
+
+
+class _Sessions:
+    """Handles the requests that may become sessions."""
+
+    def __init__(self, coordinator: Coordinator, upstream: Upstream, settings: ProxySettings) -> None:
+        self._coordinator = coordinator
+        self._upstream = upstream
+        self._settings = settings
+        self._open_count = 0
+        # Seeds are no secrets, but two sidecars must not draw the same ones.
+        self._random = random.SystemRandom()
+        self.passthrough = Passthrough(coordinator, upstream, settings)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Read the request and answer it."""
+        raw = await read_body(request, self._settings.body_bytes_max)
+        if raw is None:
+            return problems.body_too_large(self._settings.body_bytes_max).response(request.headers)
+        try:
+            asked = parse_body(raw)
+        except ValueError as error:
+            return problems.bad_request(str(error)).response(request.headers)
+        body = without_transfer_fields(asked)
+        if why_not_resumable(body) is not None:
+            return await self.passthrough.forward(request, raw if body is asked else encode_body(body))
+        if self._open_count >= self._settings.sessions_max:
+            return problems.too_many(self._settings.sessions_max).response(request.headers)
+        self._open_count += 1
+        try:
+            return await self._run_session(request, body)
+        finally:
+            self._open_count -= 1
+
+    async def _run_session(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        facts = SessionFacts(SessionId(uuid.uuid4().hex), request.path, body, stream=body.get("stream") is True)
+        try:
+            placement = await self._coordinator.admit(facts)
+        except Refused as error:
+            return problems.refused(error).response(request.headers)
+        seed = None
+        if self._settings.assign_seed and wants_seed(body):
+            seed = placement.seed if placement.seed is not None else self._random.getrandbits(31)
+        generation = Generation(
+            request=request,
+            facts=facts,
+            wishes=wishes_of(body, chat=request.path == CHAT_PATH, hiding=self._settings.hiding),
+            outgoing=Outgoing(body, seed),
+            failover=Failover(self._coordinator, facts, self._settings.takeovers_max),
+            upstream=self._upstream,
+            settings=self._settings,
+        )
+        handler = StreamHandler(generation) if facts.stream else UnaryHandler(generation)
+        return await handler.run(placement)

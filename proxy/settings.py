@@ -1,0 +1,46 @@
+"""What can be set about the proxy, with its bounds. It reads no files: the daemon does."""
+
+from dataclasses import dataclass, field
+
+from .dialects.hiding import Hiding
+from .sse import BUFFER_BYTES_MAX
+from .stall import StallPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class ProxySettings:
+    """Limits and habits of the proxy; every default is one to serve with."""
+
+    body_bytes_max: int = 32 << 20
+    answer_bytes_max: int = 256 << 20
+    event_bytes_max: int = BUFFER_BYTES_MAX
+    sessions_max: int = 20_000
+    connect_timeout_s: float = 5.0
+    # How long an engine's pooled connection may lie idle; uvicorn closes its end after 5 s, so ours goes first.
+    idle_connection_s: float = 4.0
+    keepalive_first_s: float = 0.5
+    keepalive_s: float = 5.0
+    takeovers_max: int = 8
+    # A dying engine answers 5xx shortly before its process is gone: how long to wait for that news.
+    error_grace_s: float = 0.25
+    stall: StallPolicy = field(default_factory=StallPolicy)
+    # Unseeded sampling cannot be continued exactly, because its random state dies with the worker.
+    assign_seed: bool = True
+    # What an engine sends in place of token ids that nobody asked for: vLLM null, others no such key.
+    hiding: Hiding = Hiding.NULL
+
+    def __post_init__(self) -> None:
+        for name in (
+            "body_bytes_max",
+            "answer_bytes_max",
+            "event_bytes_max",
+            "sessions_max",
+            "connect_timeout_s",
+            "idle_connection_s",
+            "keepalive_first_s",
+            "keepalive_s",
+        ):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"proxy setting {name}: expected a value above 0, got {getattr(self, name)}")
+        if self.takeovers_max < 0 or self.error_grace_s < 0:
+            raise ValueError("proxy settings takeovers_max and error_grace_s must not be negative")

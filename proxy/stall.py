@@ -1,0 +1,61 @@
+"""When a stream that says nothing counts as stalled: relative to its own rhythm. Pure: time is an argument.
+
+Owns the account of a stream's gaps between tokens. Invariant: no verdict before the first token (a long prefill is no
+stall), and none for answers that are not streamed (they never make a `Rhythm`). It does not act on its verdict.
+"""
+
+from dataclasses import dataclass
+
+# The account forgets a slow gap by half after about 70 tokens: engines pause for others' prefills now and then.
+_FORGET = 0.99
+
+
+@dataclass(frozen=True, slots=True)
+class StallPolicy:
+    """A stall is a silence longer than `factor` x the slowest recent gap, within the two bounds."""
+
+    floor_s: float = 15.0
+    factor: float = 20.0
+    ceiling_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.floor_s <= self.ceiling_s or self.factor < 1:
+            raise ValueError(
+                f"stall policy: expected 0 < floor_s ({self.floor_s}) <= ceiling_s ({self.ceiling_s}) "
+                f"and factor ({self.factor}) >= 1"
+            )
+
+
+class Rhythm:
+    """The rhythm of one stream: tell it of tokens and ask it when silence becomes a stall."""
+
+    __slots__ = ("_last_s", "_policy", "_slow_s")
+
+    def __init__(self, policy: StallPolicy) -> None:
+        self._policy = policy
+        self._last_s: float | None = None
+        self._slow_s = 0.0
+
+    def token(self, now_s: float) -> None:
+        """Tokens arrived (several in one read count as one beat)."""
+        if self._last_s is not None:
+            gap_s = now_s - self._last_s
+            # A maximum that decays: a slow quantile without keeping the gaps.
+            self._slow_s = max(gap_s, self._slow_s * _FORGET)
+        self._last_s = now_s
+
+    def resume(self, now_s: float) -> None:
+        """Listening again after a pause of the proxy's own (a slow client): that silence was not the engine's."""
+        if self._last_s is not None:
+            self._last_s = now_s
+
+    def limit_s(self) -> float:
+        """How long a silence may be."""
+        policy = self._policy
+        return min(policy.ceiling_s, max(policy.floor_s, policy.factor * self._slow_s))
+
+    def remaining_s(self, now_s: float) -> float | None:
+        """Seconds until the silence is a stall (0 or less: it is one); None before the first token."""
+        if self._last_s is None:
+            return None
+        return self._last_s + self.limit_s() - now_s

@@ -1,0 +1,210 @@
+"""Handles a streamed session: reads workers' streams one after another, writes the client's one.
+
+Owns the client's response. Invariant: the engine is read no faster than the client takes, all events of one read
+leave in one write, and the stream ends in one of three ways: the engine's own ending, one in-band error, or the
+client's leaving. What to send is `splice`'s to decide, where to go on the coordinator's.
+"""
+
+import asyncio
+from contextlib import suppress
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+
+from ..session.errors import EngineError, Refused
+from . import headers, problems
+from .coordinator import Placement, Reason
+from .generation import Generation
+from .problems import Problem
+from .splice import End, Splicer, Step
+from .sse import SseParser, encode_comment
+from .upstream import UpstreamLost, content_type, read_all, read_some
+from .waiting import Waiting
+from .watch import Watch
+
+# An engine's last bytes come with its [DONE] or a moment later; waiting for them lets the connection be used again.
+_DRAIN_S = 0.25
+
+
+class StreamHandler:
+    """One streamed session, from its first placement to its end."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._failover = generation.failover
+        self._splicer = Splicer(generation.wishes)
+        self._response: web.StreamResponse | None = None
+        self._whole_answer: web.StreamResponse | None = None
+        settings = generation.settings
+        self._waiting = Waiting(self._write_comment, first_s=settings.keepalive_first_s, every_s=settings.keepalive_s)
+
+    async def run(self, placement: Placement) -> web.StreamResponse:
+        """Answer the client; returns when the stream is over."""
+        ending = "cancelled"
+        try:
+            problem = await self._go_through_workers(placement)
+            if problem is None:
+                ending = "finished"
+                return await self._close()
+            ending = "failed"
+            return await self._fail(problem)
+        except ConnectionError:
+            # Only writing to the client raises this here: it has left.
+            ending = "cancelled"
+            return self._response or web.Response(status=499)
+        finally:
+            await self._waiting.stop()
+            self._failover.ended(ending)
+
+    async def _go_through_workers(self, placement: Placement) -> Problem | None:
+        while True:
+            wrong = self._splicer.begin(placement.expected)
+            if wrong is not None:
+                step = Step(b"", End.MISMATCH, reason=Reason.MISMATCH, text=wrong)
+            elif placement.finish is not None and self._splicer.may_finish(placement.expected):
+                await self._send(Step(self._splicer.close(placement.finish), End.FINISHED, fresh=True), placement)
+                return None
+            else:
+                step = await self._attempt(placement)
+            if step.end is End.FINISHED:
+                return None
+            if self._splicer.may_close():
+                # All that is lost are formalities: no worker is needed for them.
+                await self._send(Step(self._splicer.close(), End.FINISHED, fresh=True), placement)
+                return None
+            if self._splicer.opaque:
+                return problems.upstream_lost(f"{step.text}, after events that the proxy cannot account for")
+            self._wait_for_takeover()
+            try:
+                placement = await self._failover.take_over(
+                    placement,
+                    step.reason,
+                    step.text,
+                    self._splicer.delivered,
+                    nothing_delivered=self._splicer.nothing_delivered,
+                )
+            except Refused as error:
+                return problems.refused(error)
+
+    async def _attempt(self, placement: Placement) -> Step:
+        """Read one worker's stream to its end, whatever that is."""
+        try:
+            answer = await self._generation.send(placement)
+        except UpstreamLost as lost:
+            return _interrupted(lost.reason, str(lost))
+        try:
+            if answer.status != 200 or content_type(answer.headers) != "text/event-stream":
+                return await self._take_other_answer(answer, placement)
+            if self._response is None and not self._failover.pending:
+                await self._prepare(headers.towards_client(answer.headers, self._generation.request.headers))
+            step = await self._read(answer, placement)
+            if step.end is End.FINISHED:
+                await self._drain(answer)
+            return step
+        finally:
+            # Gives the engine's work up, unless its answer was read to the end.
+            answer.close()
+
+    async def _read(self, answer: aiohttp.ClientResponse, placement: Placement) -> Step:
+        parser = SseParser(self._generation.settings.event_bytes_max)
+        with Watch(answer, placement.interrupted, self._generation.settings.stall) as watch:
+            while True:
+                try:
+                    data = await read_some(answer)
+                    step = self._splicer.feed(parser.feed(data) if data else parser.finish())
+                except UpstreamLost as lost:
+                    reason = watch.reason or lost.reason
+                    return _interrupted(reason, f"the worker's stream was interrupted: {reason}")
+                except EngineError as error:
+                    return _interrupted(Reason.ENGINE_ERROR, str(error))
+                if step.tokens:
+                    watch.token()
+                if step.out:
+                    watch.sending()
+                    await self._send(step, placement)
+                    watch.sent()
+                if step.end is not End.GOES_ON:
+                    return step
+                if not data:
+                    step = self._splicer.end_of_stream()
+                    await self._send(step, placement)
+                    return step
+
+    async def _take_other_answer(self, answer: aiohttp.ClientResponse, placement: Placement) -> Step:
+        """Not a stream: the engine's own error, mostly. It is the client's, unless the worker is dying."""
+        try:
+            body = await read_all(answer, self._generation.settings.answer_bytes_max)
+        except UpstreamLost as lost:
+            return _interrupted(lost.reason, str(lost))
+        except EngineError as error:
+            return _interrupted(Reason.ENGINE_ERROR, str(error))
+        if answer.status >= 500:
+            await asyncio.wait({placement.interrupted}, timeout=self._generation.settings.error_grace_s)
+            if placement.interrupted.done():
+                return _interrupted(placement.interrupted.result(), f"the worker answered {answer.status}")
+        if self._failover.pending and (self._response is not None or answer.status >= 500):
+            return _interrupted(
+                Reason.ENGINE_ERROR, f"the worker answered {answer.status}: {body[:300].decode('utf-8', 'replace')}"
+            )
+        kept = headers.towards_client(answer.headers, self._generation.request.headers)
+        self._whole_answer = web.Response(status=answer.status, body=body, headers=kept)
+        return Step(b"", End.FINISHED)
+
+    async def _prepare(self, kept: "CIMultiDict[str]") -> web.StreamResponse:
+        kept.popall("Content-Length", None)
+        response = web.StreamResponse(headers=kept)
+        await response.prepare(self._generation.request)
+        self._response = response
+        return response
+
+    async def _send(self, step: Step, placement: Placement) -> None:
+        if not step.out:
+            return
+        if step.fresh and self._failover.pending:
+            await self._waiting.stop()
+        response = self._response or await self._prepare(self._own_headers())
+        await response.write(step.out)
+        if step.fresh:
+            self._failover.resumed(placement)
+
+    def _wait_for_takeover(self) -> None:
+        self._waiting.start()
+
+    async def _write_comment(self, comment: bytes) -> None:
+        response = self._response or await self._prepare(self._own_headers())
+        await response.write(comment)
+
+    def _own_headers(self) -> "CIMultiDict[str]":
+        own = CIMultiDict({"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"})
+        return headers.echo_request_id(own, self._generation.request.headers)
+
+    async def _drain(self, answer: aiohttp.ClientResponse) -> None:
+        # The client does not wait for this: its last event has been written.
+        with suppress(TimeoutError, EngineError):
+            async with asyncio.timeout(_DRAIN_S):
+                while await read_some(answer):
+                    pass
+
+    async def _close(self) -> web.StreamResponse:
+        if self._whole_answer is not None:
+            return self._whole_answer
+        response = self._response or await self._prepare(self._own_headers())
+        if self._generation.wants_report:
+            await response.write(encode_comment(self._failover.report.comment()))
+        await response.write_eof()
+        return response
+
+    async def _fail(self, problem: Problem) -> web.StreamResponse:
+        await self._waiting.stop()
+        if self._response is None:
+            return problem.response(self._generation.request.headers)
+        await self._response.write(problem.event())
+        if self._generation.wants_report:
+            await self._response.write(encode_comment("midstream outcome=refused"))
+        await self._response.write_eof()
+        return self._response
+
+
+def _interrupted(reason: Reason, text: str) -> Step:
+    return Step(b"", End.INTERRUPTED, reason=reason, text=text)

@@ -1,0 +1,184 @@
+"""The HTTP client to workers.
+
+Owns connections to them. Invariant: connecting is bounded, silence is not (that is `stall`'s to judge); a pooled
+connection that was closed while it lay idle is retried once on a fresh one and never taken for a death. It does not
+decide what a lost worker means for a session.
+"""
+
+import asyncio
+from collections.abc import AsyncIterable, Awaitable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import aiohttp
+from multidict import CIMultiDict
+from yarl import URL
+
+from ..session.errors import EngineError
+from .coordinator import Reason
+from .settings import ProxySettings
+
+T = TypeVar("T")
+
+# Nothing that the library would add on its own: requests go on as they came.
+_SKIPPED_AUTO_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
+
+
+class UpstreamLost(EngineError):
+    """A worker could not be reached, or its connection ended within an answer."""
+
+    def __init__(self, reason: Reason, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+@dataclass(slots=True)
+class _Connection:
+    """What tracing learns of the connection that a request got."""
+
+    reused: bool = False
+
+
+class Upstream:
+    """Sessions of the client library, opened and closed with the application."""
+
+    def __init__(self, settings: ProxySettings) -> None:
+        self._settings = settings
+        self._pooled: aiohttp.ClientSession | None = None
+        self._fresh: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        """Make the sessions; needs a running loop."""
+        self._pooled = self._session(aiohttp.TCPConnector(limit=0, keepalive_timeout=self._settings.idle_connection_s))
+        self._fresh = self._session(aiohttp.TCPConnector(limit=0, force_close=True))
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for session in (self._pooled, self._fresh):
+            if session is not None:
+                await session.close()
+
+    def _session(self, connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+        trace = aiohttp.TraceConfig()
+        trace.on_connection_reuseconn.append(_note_reuse)
+        return aiohttp.ClientSession(
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._settings.connect_timeout_s),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=_SKIPPED_AUTO_HEADERS,
+            trace_configs=[trace],
+            raise_for_status=False,
+            trust_env=False,
+        )
+
+    async def request(
+        self,
+        method: str,
+        url: URL,
+        headers: CIMultiDict[str],
+        body: bytes | AsyncIterable[bytes] | None,
+    ) -> aiohttp.ClientResponse:
+        """Send a request and return when the headers of its answer are there. Raises UpstreamLost."""
+        if self._pooled is None or self._fresh is None:
+            raise EngineError("the proxy's client is not open: start the application first")
+        connection = _Connection()
+        try:
+            return await _send(self._pooled, connection, method, url, headers, body)
+        except UpstreamLost:
+            # A body that was streamed from the client is used up; a bytes object can be sent again.
+            if not connection.reused or not isinstance(body, bytes | None):
+                raise
+        return await _send(self._fresh, _Connection(), method, url, headers, body)
+
+
+async def _send(
+    session: aiohttp.ClientSession,
+    connection: _Connection,
+    method: str,
+    url: URL,
+    headers: CIMultiDict[str],
+    body: bytes | AsyncIterable[bytes] | None,
+) -> aiohttp.ClientResponse:
+    try:
+        return await session.request(
+            method, url, headers=headers, data=body, allow_redirects=False, trace_request_ctx=connection
+        )
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        raise UpstreamLost(Reason.UNREACHABLE, f"worker {_origin(url)} cannot be reached: {error}") from error
+    except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+        text = f"worker {_origin(url)} closed the connection before it answered ({type(error).__name__})"
+        raise UpstreamLost(Reason.EOF, text) from error
+
+
+async def _note_reuse(
+    session: aiohttp.ClientSession,
+    context: SimpleNamespace,
+    params: aiohttp.TraceConnectionReuseconnParams,
+) -> None:
+    seen = context.trace_request_ctx
+    if isinstance(seen, _Connection):
+        seen.reused = True
+
+
+def _origin(url: URL) -> str:
+    return f"{url.host}:{url.port}"
+
+
+def target(base_url: str, path_qs: str) -> URL:
+    """A worker's URL for a raw path and query, which stay as the client wrote them."""
+    return URL(base_url.rstrip("/") + path_qs, encoded=True)
+
+
+async def read_some(answer: aiohttp.ClientResponse) -> bytes:
+    """What has arrived of an answer's body, or b"" at its end. Raises UpstreamLost."""
+    try:
+        return await answer.content.readany()
+    except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+        text = f"the connection to worker {_origin(answer.url)} ended within an answer ({type(error).__name__})"
+        raise UpstreamLost(Reason.EOF, text) from error
+
+
+async def read_all(answer: aiohttp.ClientResponse, bytes_max: int) -> bytes:
+    """An answer's whole body. Raises UpstreamLost, and EngineError past the bound."""
+    parts: list[bytes] = []
+    size_bytes = 0
+    while data := await read_some(answer):
+        size_bytes += len(data)
+        if size_bytes > bytes_max:
+            raise EngineError(
+                f"the engine's answer is larger than {bytes_max} bytes: raise the proxy's answer_bytes_max"
+            )
+        parts.append(data)
+    return b"".join(parts)
+
+
+async def unless_interrupted(work: Awaitable[T], interrupted: "asyncio.Future[Reason]") -> T:
+    """Await `work`, but give it up as soon as the coordinator knows that the worker is gone (UpstreamLost)."""
+    task: asyncio.Future[Any] = asyncio.ensure_future(work)
+    either: set[asyncio.Future[Any]] = {task, interrupted}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        await _abandon(task)
+        raise
+    if interrupted.done():
+        await _abandon(task)
+        raise UpstreamLost(interrupted.result(), f"the worker is gone: {interrupted.result()}")
+    result: T = task.result()
+    return result
+
+
+async def _abandon(task: "asyncio.Future[Any]") -> None:
+    """Cancel work; an answer that came in spite of it is closed."""
+    task.cancel()
+    outcomes: list[object] = await asyncio.gather(task, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, aiohttp.ClientResponse):
+            outcome.close()
+
+
+def content_type(headers: Mapping[str, str]) -> str:
+    """The media type of a message, without its parameters."""
+    return headers.get("Content-Type", "").partition(";")[0].strip().lower()

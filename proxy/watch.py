@@ -1,0 +1,74 @@
+"""Watches one attempt while its stream is read: the coordinator's news, and silence.
+
+Owns the one timer of a stream. Invariant: it ends an attempt by closing the worker's connection, so that reading
+stops at once and the engine gives up the request; `reason` then says why. It judges silence by `stall` alone.
+"""
+
+import asyncio
+
+import aiohttp
+
+from .coordinator import Reason
+from .stall import Rhythm, StallPolicy
+
+
+class Watch:
+    """Use as a context manager around the reading of one answer."""
+
+    def __init__(
+        self, answer: aiohttp.ClientResponse, interrupted: "asyncio.Future[Reason]", policy: StallPolicy
+    ) -> None:
+        self.reason: Reason | None = None
+        self._answer = answer
+        self._interrupted = interrupted
+        self._rhythm = Rhythm(policy)
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._sending = False
+
+    def __enter__(self) -> "Watch":
+        self._interrupted.add_done_callback(self._on_interrupted)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._interrupted.remove_done_callback(self._on_interrupted)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def token(self) -> None:
+        """Tokens arrived."""
+        self._rhythm.token(self._loop.time())
+        if self._timer is None:
+            self._look()
+
+    def sending(self) -> None:
+        """The proxy waits for the client now: silence is not the engine's."""
+        self._sending = True
+
+    def sent(self) -> None:
+        """The proxy listens again."""
+        self._sending = False
+        self._rhythm.resume(self._loop.time())
+
+    def _look(self) -> None:
+        # The timer is not moved at each token: it looks again when the silence could have become too long.
+        self._timer = None
+        now_s = self._loop.time()
+        if self._sending:
+            self._rhythm.resume(now_s)
+        remaining_s = self._rhythm.remaining_s(now_s)
+        if remaining_s is None:
+            return
+        if remaining_s <= 0:
+            self._trip(Reason.STALL)
+        else:
+            self._timer = self._loop.call_later(remaining_s, self._look)
+
+    def _on_interrupted(self, news: "asyncio.Future[Reason]") -> None:
+        if not news.cancelled():
+            self._trip(news.result())
+
+    def _trip(self, reason: Reason) -> None:
+        if self.reason is None:
+            self.reason = reason
+            self._answer.close()
