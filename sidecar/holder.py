@@ -10,28 +10,25 @@ thread, so that there is as little as possible in it that could die.
 
 import argparse
 import contextlib
-import fcntl
 import json
 import os
 import selectors
 import signal
 import socket
-import stat
-import struct
 import sys
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from ..session.errors import PoolError
+from ..session.errors import ConfigError, PoolError
 from ..session.held import MESSAGE_BYTES_MAX, check_pool
 from ..session.layout import NAME_BYTES_MAX, PoolMeta
+from .private_socket import peer_uid, private_socket
 
 POOLS_MAX = 64
 POOLS_MAX_LIMIT = 256
 CONNECTIONS_MAX = 128
 FDS_PER_MESSAGE = 4
-_CREDENTIALS = struct.Struct("3i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +183,6 @@ class Holder:
                 raise PoolError(f"unknown op {other!r:.40}; use put, get, drop or list")
 
 
-def peer_uid(connection: socket.socket) -> int:
-    """The user of the process at the other end of a Unix socket, as the kernel knows it."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(raw)[1])
-
-
 def _name(request: dict[str, Any]) -> str:
     name = request.get("name")
     if not isinstance(name, str) or not 0 < len(name) <= NAME_BYTES_MAX or not name.isascii() or not name.isprintable():
@@ -199,59 +190,12 @@ def _name(request: dict[str, Any]) -> str:
     return name
 
 
-def listen(path: str) -> socket.socket:
-    """Bind the socket at `path`, 0600, in place of a stale one. Raises PoolError when somebody answers there."""
-    if os.path.lexists(path):
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise PoolError(f"{path} exists and is not a socket; give another path")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-            probe.settimeout(2.0)
-            try:
-                probe.connect(path)
-            except ConnectionRefusedError:
-                os.unlink(path)
-            except OSError as error:
-                raise PoolError(
-                    f"{path}: {error.strerror or error}; stop what listens there or give another path"
-                ) from error
-            else:
-                raise PoolError(f"a holder already answers at {path}; use it, or stop it first")
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    before = os.umask(0o177)
-    try:
-        listener.bind(path)
-    except OSError as error:
-        listener.close()
-        raise PoolError(
-            f"cannot listen at {path}: {error.strerror or error}; give a path in a folder of your own"
-        ) from error
-    finally:
-        os.umask(before)
-    listener.listen(CONNECTIONS_MAX)
-    listener.setblocking(False)
-    return listener
-
-
-def _lock(path: str) -> int:
-    """Take the lock beside the socket, so that two holders that start at once cannot both replace a stale socket."""
-    try:
-        fd = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise PoolError(f"{path}.lock: {error.strerror}; give a socket path in a folder of your own") from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(fd)
-        raise PoolError(f"another holder runs for {path}; use it, or stop it first") from error
-    return fd
-
-
 def _end(_signal: int, _frame: FrameType | None) -> None:
     raise SystemExit(0)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Hold pools until SIGTERM; returns the exit status."""
+    """Hold pools until SIGTERM, which is exit status 0; returns only when it cannot."""
     parser = argparse.ArgumentParser(prog="midstream.sidecar.holder", description="Keeps KV pools alive.")
     parser.add_argument("--socket", required=True)
     parser.add_argument("--pools-max", type=int, default=POOLS_MAX)
@@ -261,20 +205,11 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGINT, _end)
     try:
-        lock = _lock(options.socket)
-        listener = listen(options.socket)
-    except PoolError as error:
+        with private_socket(options.socket, socket.SOCK_SEQPACKET, backlog=CONNECTIONS_MAX) as listener:
+            Holder(listener, Pools(options.pools_max)).run()
+    except ConfigError as error:
         print(f"holder: {error}", file=sys.stderr)
-        return 1
-    mine = os.lstat(options.socket).st_ino
-    try:
-        Holder(listener, Pools(options.pools_max)).run()
-    finally:
-        with contextlib.suppress(OSError):
-            if os.lstat(options.socket).st_ino == mine:
-                os.unlink(options.socket)
-        os.close(lock)
-    return 0
+    return 1
 
 
 if __name__ == "__main__":

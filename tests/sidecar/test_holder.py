@@ -106,6 +106,16 @@ def raw(path: Path, message: bytes, fds: tuple[int, ...] = ()) -> dict[str, obje
     return json.loads(reply) if reply else None
 
 
+def open_descriptors(process: subprocess.Popen[str]) -> int:
+    """How many descriptors the process has once it has noticed that its clients are gone."""
+    counts = [-1]
+    while len(counts) < 5 or len(set(counts[-5:])) > 1:
+        time.sleep(0.02)
+        counts.append(len(os.listdir(f"/proc/{process.pid}/fd")))
+        assert len(counts) < 500
+    return counts[-1]
+
+
 def flood(connection: socket.socket) -> None:
     for _ in range(100_000):
         connection.send(b'{"op":"list"}')
@@ -270,7 +280,7 @@ def test_hostile_messages_get_an_error_and_the_holder_serves_on(
 def test_hostile_metas_are_refused_and_keep_no_descriptor(
     path: Path, client: HolderClient, holder: subprocess.Popen[str], pool: int
 ) -> None:
-    before = len(os.listdir(f"/proc/{holder.pid}/fd"))
+    before = open_descriptors(holder)
     for body in (None, [], {"size_bytes": -1}, {"size_bytes": 1e400}, {"size_bytes": True}, {"size_bytes": 2**70}):
         answer = raw(path, json.dumps({"op": "put", "name": "w/1/0", "meta": body}).encode(), (pool,))
         assert answer is not None
@@ -280,7 +290,7 @@ def test_hostile_metas_are_refused_and_keep_no_descriptor(
         assert answer is not None
         assert answer["ok"] is False
     assert client.list() == []
-    assert len(os.listdir(f"/proc/{holder.pid}/fd")) == before
+    assert open_descriptors(holder) == before
 
 
 def test_random_bytes_with_descriptors_never_end_the_holder(
@@ -305,7 +315,7 @@ def test_more_connections_than_the_limit_close_the_idle_ones_and_not_the_service
     for connection in idle:
         connection.close()
     assert client.list() == []
-    assert len(os.listdir(f"/proc/{holder.pid}/fd")) < 30
+    assert open_descriptors(holder) < 30
 
 
 def test_a_client_that_never_reads_its_answers_is_closed(path: Path, client: HolderClient) -> None:
@@ -330,7 +340,7 @@ def test_a_second_holder_leaves_the_first_alone(path: Path, client: HolderClient
         timeout=30,
     )
     assert second.returncode == 1
-    assert "another holder runs" in second.stderr
+    assert "another process serves it" in second.stderr
     assert len(client.list()) == 1
 
 
