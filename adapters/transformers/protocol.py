@@ -1,0 +1,350 @@
+"""What a client may ask for: request bodies, checked and frozen. Pure.
+
+Owns validation of OpenAI completions and chat requests. Invariant: a field that this server knows and cannot honour is
+refused by name, never ignored; fields that nobody knows are ignored, as OpenAI servers do. It does not tokenize.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import isfinite
+from typing import Any
+
+from ...session.errors import EngineError
+from ...session.marker import FIELD, NAME, Marker
+
+STOPS_MAX = 16
+STOP_CHARS_MAX = 1024
+TOP_LOGPROBS_MAX = 20
+REQUEST_ID_CHARS_MAX = 256
+
+# Known fields that change what is generated and that this engine does not do.
+_UNSUPPORTED = (
+    "tools",
+    "functions",
+    "function_call",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "logits_processors",
+    "allowed_token_ids",
+    "bad_words",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+    "prompt_embeds",
+    "use_beam_search",
+    "suffix",
+    "echo",
+    "audio",
+    "chat_template",
+    "documents",
+    "prediction",
+)
+
+
+class RequestError(EngineError):
+    """A request that cannot be served as it is: HTTP status, the field's name, and text for the client."""
+
+    def __init__(
+        self, text: str, *, param: str | None = None, status: int = 400, retry_after_s: int | None = None
+    ) -> None:
+        super().__init__(text)
+        self.param = param
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+class Kind(StrEnum):
+    """Which of the two APIs a request came by."""
+
+    CHAT = "chat"
+    COMPLETION = "completion"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and where they end. `max_tokens` None: as many as there is room for."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """A prompt that is tokenized already."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """A chat; the content of every message is text."""
+
+    items: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request, checked."""
+
+    kind: Kind
+    model: str | None
+    prompt: str | TokenIds | Messages
+    params: SamplingParams
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False
+    add_special_tokens: bool = True
+    template: Mapping[str, Any] = field(default_factory=dict)
+    request_id: str | None = None
+    marker: Marker | None = None
+
+
+def parse(kind: Kind, body: object) -> Request:
+    """Check a decoded JSON body; RequestError names the field and what is right there."""
+    if not isinstance(body, dict):
+        raise RequestError(f"the body must be a JSON object, not {type(body).__name__}")
+    fields = _Fields(body)
+    _refuse_unsupported(fields)
+    options = fields.mapping("stream_options")
+    stream = fields.flag("stream", False)
+    if options and not stream:
+        raise RequestError("stream_options only goes with stream: true", param="stream_options")
+    chat = kind is Kind.CHAT
+    return Request(
+        kind=kind,
+        model=fields.text("model"),
+        prompt=_messages(body) if chat else _prompt(body),
+        params=_sampling(kind, fields),
+        stream=stream,
+        include_usage=_Fields(options).flag("include_usage", False),
+        continuous_usage=_Fields(options).flag("continuous_usage_stats", False),
+        return_token_ids=fields.flag("return_token_ids", False),
+        tokens_as_ids=fields.flag("return_tokens_as_token_ids", False),
+        add_special_tokens=fields.flag("add_special_tokens", not chat),
+        template=_template(fields) if chat else {},
+        request_id=fields.text("request_id"),
+        marker=_marker(fields),
+    )
+
+
+def _sampling(kind: Kind, fields: "_Fields") -> SamplingParams:
+    if kind is Kind.CHAT:
+        wanted = fields.flag("logprobs", False)
+        top = fields.whole("top_logprobs", 0, 0, TOP_LOGPROBS_MAX)
+        if top and not wanted:
+            raise RequestError("top_logprobs only goes with logprobs: true", param="top_logprobs")
+        logprobs = top if wanted else None
+        max_tokens = fields.optional_whole("max_completion_tokens", 1)
+        if max_tokens is None:
+            max_tokens = fields.optional_whole("max_tokens", 1)
+    else:
+        logprobs = fields.optional_whole("logprobs", 0, TOP_LOGPROBS_MAX)
+        max_tokens = fields.whole("max_tokens", 16, 1, 1 << 31)
+    min_tokens = fields.whole("min_tokens", 0, 0, 1 << 31)
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise RequestError(f"min_tokens {min_tokens} is above max_tokens {max_tokens}", param="min_tokens")
+    top_k = fields.whole("top_k", 0, -1, 1 << 31)
+    return SamplingParams(
+        temperature=fields.number("temperature", 1.0, 0.0, 100.0),
+        top_p=fields.number("top_p", 1.0, 0.0, 1.0, above_least=True),
+        top_k=max(top_k, 0),
+        min_p=fields.number("min_p", 0.0, 0.0, 1.0),
+        seed=fields.optional_whole("seed", -(1 << 63), (1 << 64) - 1),
+        presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
+        frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
+        repetition_penalty=fields.number("repetition_penalty", 1.0, 0.0, 100.0, above_least=True),
+        logit_bias=_logit_bias(fields.mapping("logit_bias")),
+        min_tokens=min_tokens,
+        max_tokens=max_tokens,
+        ignore_eos=fields.flag("ignore_eos", False),
+        stop=_stops(fields.get("stop")),
+        include_stop_str_in_output=fields.flag("include_stop_str_in_output", False),
+        stop_token_ids=_token_ids(fields.get("stop_token_ids") or [], "stop_token_ids"),
+        logprobs=logprobs,
+        skip_special_tokens=fields.flag("skip_special_tokens", True),
+    )
+
+
+def _refuse_unsupported(fields: "_Fields") -> None:
+    for name in ("n", "best_of"):
+        if fields.whole(name, 1, 1, 1 << 31) != 1:
+            raise RequestError(f"{name} must be 1: this engine writes one answer a request", param=name)
+    for name in _UNSUPPORTED:
+        if fields.get(name):
+            raise RequestError(f"{name} is not supported by this engine; leave it out", param=name)
+    kind = fields.mapping("response_format").get("type", "text")
+    if kind != "text":
+        raise RequestError(
+            f"response_format {kind!r:.80} is not supported by this engine; leave it out", param="response_format"
+        )
+    if fields.get("tool_choice") not in (None, "none", "auto"):
+        raise RequestError("tool_choice is not supported by this engine; leave it out", param="tool_choice")
+    if fields.get("modalities") not in (None, ["text"]):
+        raise RequestError('modalities must be ["text"]', param="modalities")
+
+
+def _prompt(body: dict[str, Any]) -> str | TokenIds:
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list) and any(isinstance(part, str | list) for part in prompt):
+        raise RequestError(f"prompt holds {len(prompt)} prompts; send one a request", param="prompt")
+    if not isinstance(prompt, list) or not prompt:
+        raise RequestError("prompt must be a text or a list of token ids that is not empty", param="prompt")
+    return TokenIds(_token_ids(prompt, "prompt"))
+
+
+def _messages(body: dict[str, Any]) -> Messages:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise RequestError("messages must be a list that is not empty", param="messages")
+    return Messages(tuple(_message(index, message) for index, message in enumerate(messages)))
+
+
+def _message(index: int, message: object) -> Mapping[str, Any]:
+    where = f"messages[{index}]"
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise RequestError(f"{where} must be an object with a role", param="messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = []
+        for part in content:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise RequestError(f"{where}: only parts of type text are supported", param="messages")
+            texts.append(part["text"])
+        content = "".join(texts)
+    if message.get("tool_calls"):
+        raise RequestError(f"{where}: tool_calls are not supported by this engine", param="messages")
+    if content is not None and not isinstance(content, str):
+        raise RequestError(f"{where}.content must be a text or a list of parts", param="messages")
+    return {**message, "content": content or ""}
+
+
+def _template(fields: "_Fields") -> Mapping[str, Any]:
+    going_on = fields.flag("continue_final_message", False)
+    generation = fields.flag("add_generation_prompt", not going_on)
+    if going_on and generation:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+        )
+    return {
+        **fields.mapping("chat_template_kwargs"),
+        "add_generation_prompt": generation,
+        "continue_final_message": going_on,
+    }
+
+
+def _marker(fields: "_Fields") -> Marker | None:
+    ours = fields.mapping(FIELD).get(NAME)
+    if ours is None:
+        return None
+    try:
+        return Marker.from_json(ours)
+    except ValueError as error:
+        raise RequestError(str(error), param=FIELD) from error
+
+
+def _logit_bias(mapping: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
+    pairs = []
+    for key, value in mapping.items():
+        known = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (key.isdecimal() and known and -100 <= value <= 100):
+            raise RequestError(
+                f"logit_bias {key!r:.40}: {value!r:.40}; expected a token id and a bias from -100 to 100",
+                param="logit_bias",
+            )
+        pairs.append((int(key), float(value)))
+    return tuple(sorted(pairs))
+
+
+def _stops(value: object) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value or []
+    if not isinstance(stops, list) or not all(isinstance(s, str) and 0 < len(s) <= STOP_CHARS_MAX for s in stops):
+        raise RequestError(f"stop must be a text or a list of texts of 1 to {STOP_CHARS_MAX} characters", param="stop")
+    if len(stops) > STOPS_MAX:
+        raise RequestError(f"stop holds {len(stops)} texts; at most {STOPS_MAX} are allowed", param="stop")
+    return tuple(stops)
+
+
+def _token_ids(value: object, name: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(
+        isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 1 << 31 for i in value
+    ):
+        raise RequestError(f"{name} must be a list of token ids", param=name)
+    return tuple(value)
+
+
+class _Fields:
+    """Typed reading of a body; null counts as absent, as OpenAI clients send it."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._body = body
+
+    def get(self, name: str) -> Any:
+        return self._body.get(name)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._body.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise RequestError(f"{name} must be true or false, not {value!r:.80}", param=name)
+        return value
+
+    def text(self, name: str) -> str | None:
+        value = self._body.get(name)
+        if value is not None and not isinstance(value, str):
+            raise RequestError(f"{name} must be a text, not {value!r:.80}", param=name)
+        return value
+
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        value = self._body.get(name)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise RequestError(f"{name} must be an object, not {value!r:.80}", param=name)
+        return value
+
+    def number(self, name: str, default: float, least: float, most: float, *, above_least: bool = False) -> float:
+        value = self._body.get(name)
+        if value is None:
+            return default
+        known = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+        if not known or not least <= value <= most or (above_least and value == least):
+            bound = "above" if above_least else "from"
+            raise RequestError(f"{name} must be {bound} {least:g} to {most:g}, not {value!r:.80}", param=name)
+        return float(value)
+
+    def whole(self, name: str, default: int, least: int, most: int) -> int:
+        value = self.optional_whole(name, least, most)
+        return default if value is None else value
+
+    def optional_whole(self, name: str, least: int, most: int = 1 << 31) -> int | None:
+        value = self._body.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise RequestError(f"{name} must be a whole number from {least} to {most}, not {value!r:.80}", param=name)
+        return value

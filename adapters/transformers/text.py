@@ -1,0 +1,63 @@
+"""Prompts into token ids, and token ids into text.
+
+Owns the tokenizer, twice: Hugging Face's fast tokenizers must not encode while another thread decodes, so the decode
+thread has a copy of its own. Prompts are encoded in a worker thread, one at a time; the event loop never waits.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from ...session.errors import EngineError
+from .detokenizer import Decode
+from .protocol import Messages, Request, RequestError, TokenIds
+
+
+class Text:
+    """The tokenizer of one model folder."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            self._encoder = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self._decoder = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise EngineError(f"tokenizer of {folder}: {error}; expected a Hugging Face folder") from error
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="encode")
+
+    async def prompt_ids(self, request: Request) -> tuple[int, ...]:
+        """The token ids of a request's prompt. RequestError when the chat template refuses the messages."""
+        if isinstance(request.prompt, TokenIds):
+            return request.prompt.ids
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._encode, request)
+
+    def decoder(self, *, skip_special_tokens: bool) -> Decode:
+        """A function from ids to text, for the decode thread."""
+        decode: Callable[..., str] = self._decoder.decode
+
+        def run(ids: Sequence[int]) -> str:
+            return decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+        return run
+
+    def close(self) -> None:
+        """End the worker thread."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _encode(self, request: Request) -> tuple[int, ...]:
+        text = request.prompt
+        if isinstance(text, Messages):
+            if not self._encoder.chat_template:
+                raise RequestError("this model has no chat template; use /v1/completions", param="messages")
+            try:
+                text = self._encoder.apply_chat_template(
+                    [dict(message) for message in text.items], tokenize=False, **request.template
+                )
+            except Exception as error:
+                # Templates are programs of the model's makers: whatever they raise is about these messages.
+                raise RequestError(
+                    f"the model's chat template refuses this: {error!s:.300}", param="messages"
+                ) from error
+        return tuple(self._encoder.encode(text, add_special_tokens=request.add_special_tokens))
