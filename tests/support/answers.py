@@ -1,7 +1,7 @@
 """What a scripted engine says: token ids with bytes, turned into text the way engines do it.
 
-Owns the text rules (incomplete characters wait, text that could begin a stop string is held back, a stop string ends the
-answer) and the chunks in vLLM's own form. Two engines with the same answer say the same, wherever either begins.
+Owns the text rules (incomplete characters wait, text that could begin a stop string is held back, a stop string ends
+the answer) and the chunks in vLLM's own form. Two engines with the same answer say the same, wherever either begins.
 """
 
 import json

@@ -8,6 +8,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from multidict import CIMultiDict
 
 from midstream.proxy.server import build_app, make_runner
 from midstream.proxy.settings import ProxySettings
@@ -20,7 +21,7 @@ class Got:
     """An answer as a client got it."""
 
     status: int
-    headers: dict[str, str]
+    headers: CIMultiDict[str]
     raw: bytes
 
     @property
@@ -81,7 +82,7 @@ class Client:
         async with self.session.post(
             self.url + path, data=data, headers={"Content-Type": "application/json"} | names
         ) as answer:
-            return Got(answer.status, dict(answer.headers), await answer.read())
+            return Got(answer.status, CIMultiDict(answer.headers), await answer.read())
 
     async def complete(self, **fields: Any) -> Got:
         """A streamed completion."""

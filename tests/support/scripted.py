@@ -1,7 +1,8 @@
 """A scripted engine on a real loopback socket, and a scripted coordinator that knows several of them.
 
-The engine speaks vLLM's completions and chat completions (support/answers.py), journals a token before it sends it, honours
-the marker's resume record with a replay, and fails where its script says. It keeps what it was sent, for tests to look at.
+The engine speaks vLLM's completions and chat completions (support/answers.py), journals a token before it sends it,
+honours the marker's resume record with a replay, and fails where its script says. It keeps what it was sent, for
+tests to look at.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 from aiohttp import web
+from multidict import CIMultiDict
 
 from midstream.proxy.coordinator import Placement, Reason, SessionFacts
 from midstream.session.errors import Refused
@@ -53,7 +55,7 @@ class Script:
 class Seen:
     """One request as an engine got it."""
 
-    headers: dict[str, str]
+    headers: CIMultiDict[str]
     body: dict[str, Any]
     raw: bytes
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -69,6 +71,7 @@ class ScriptedEngine:
         self.scripts = list(scripts) or [Script()]
         self.seen: list[Seen] = []
         self.journals: dict[str, list[int]] = {}
+        self.meets_fate = asyncio.Event()
         self.url = ""
 
     @asynccontextmanager
@@ -91,7 +94,7 @@ class ScriptedEngine:
 
     async def _echo(self, request: web.Request) -> web.Response:
         raw = await request.read()
-        self.seen.append(Seen(dict(request.headers), {}, raw))
+        self.seen.append(Seen(CIMultiDict(request.headers), {}, raw))
         headers = {"X-Engine": self.name, "X-Path": request.raw_path}
         return web.Response(body=raw, headers=headers, content_type="application/octet-stream")
 
@@ -99,7 +102,7 @@ class ScriptedEngine:
         script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
         raw = await request.read()
         body = json.loads(raw)
-        seen = Seen(dict(request.headers), body, raw)
+        seen = Seen(CIMultiDict(request.headers), body, raw)
         self.seen.append(seen)
         if script.drops_request:
             _kill(request)
@@ -179,6 +182,7 @@ class ScriptedEngine:
         journal: list[int],
     ) -> web.StreamResponse:
         journal.extend(voice.answer.ids[len(journal) : len(journal) + script.ahead])
+        self.meets_fate.set()
         match script.fate:
             case Fate.STALLS:
                 await asyncio.sleep(3600)
@@ -264,6 +268,9 @@ class ScriptedCoordinator:
         if self.takeover_refusal is not None:
             raise self.takeover_refusal
         journal = tuple(self._engine(facts).journals.get(facts.session, ()))
+        if reason is Reason.MISMATCH:
+            # What a wrong worker journaled is worth nothing.
+            journal = last.expected
         if len(journal) < len(delivered):
             journal = tuple(delivered)
         self._next[facts.session] += 1
