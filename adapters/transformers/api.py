@@ -66,6 +66,8 @@ class Api:
                 web.get("/health", self._health),
                 web.get("/v1/models", self._models),
                 web.get("/version", self._version),
+                web.post("/midstream/quiesce", self._quiesce),
+                web.post("/midstream/unquiesce", self._unquiesce),
                 web.delete("/midstream/reservations/{session}", self._give_up),
             ]
         )
@@ -144,6 +146,15 @@ class Api:
 
     async def _version(self, _: web.Request) -> web.Response:
         return web.json_response({"version": self._served.version})
+
+    async def _quiesce(self, _: web.Request) -> web.Response:
+        if not await asyncio.to_thread(self._engine.quiesce):
+            raise RequestError("the step under way does not end; restart this engine", status=503)
+        return web.Response(status=204)
+
+    async def _unquiesce(self, _: web.Request) -> web.Response:
+        self._engine.unquiesce()
+        return web.Response(status=204)
 
     async def _give_up(self, http: web.Request) -> web.Response:
         try:

@@ -34,9 +34,12 @@ CHUNK_TOKENS = 512
 LOAD_TIMEOUT_S = 10.0
 # The mover may still be writing for a restore that was given up: its blocks rest until it has answered, at most this.
 QUARANTINE_S = 120.0
+# A sidecar that asked for quiet and died must not leave the engine still.
+QUIET_S = 60.0
 FAILURES_MAX = 3
 _POLL_LOAD_S = 0.001
 _IDLE_S = 0.5
+_QUIET_POLL_S = 0.05
 
 log = logging.getLogger("midstream.transformers")
 
@@ -156,6 +159,8 @@ class Engine:
         self._failures = 0
         self._stopping = False
         self._aborting = False
+        self._quiet_until_s = 0.0
+        self._is_quiet = threading.Event()
         # Resumed sessions go before new ones: somebody is in the middle of reading them.
         self._resumed: deque[Session] = deque()
         self._fresh: deque[Session] = deque()
@@ -238,6 +243,23 @@ class Engine:
             self._aborting = True
             self._wake.notify()
 
+    def quiesce(self) -> bool:
+        """Stop at a step's end, for QUIET_S unless asked again: no step, and no block changes its owner; blocks.
+
+        False when the step under way does not end in time.
+        """
+        with self._wake:
+            self._is_quiet.clear()
+            self._quiet_until_s = self._clock() + QUIET_S
+            self._wake.notify()
+        return self._is_quiet.wait(QUIET_S / 2)
+
+    def unquiesce(self) -> None:
+        """Go on."""
+        with self._wake:
+            self._quiet_until_s = 0.0
+            self._wake.notify()
+
     def stop(self) -> None:
         """End the decode thread after its step."""
         with self._wake:
@@ -257,9 +279,15 @@ class Engine:
             with self._wake:
                 if self._stopping:
                     return
-                submitted, self._submitted = self._submitted, deque()
-                closing, self._closing = self._closing, deque()
-                aborting, self._aborting = self._aborting, False
+                quiet = self._clock() < self._quiet_until_s and not self._aborting
+                if not quiet:
+                    submitted, self._submitted = self._submitted, deque()
+                    closing, self._closing = self._closing, deque()
+                    aborting, self._aborting = self._aborting, False
+            if quiet:
+                self._is_quiet.set()
+                self._rest(_QUIET_POLL_S)
+                continue
             for session in submitted:
                 (self._fresh if session.resume is None else self._resumed).append(session)
             for session in closing:
@@ -267,13 +295,15 @@ class Engine:
             if aborting:
                 self._abort_every()
             if not self.turn():
-                self._rest()
+                loading = any(s.phase is Phase.LOADING for s in self._active)
+                self._rest(_POLL_LOAD_S if loading else _IDLE_S)
 
-    def _rest(self) -> None:
-        loading = any(s.phase is Phase.LOADING for s in self._active)
+    def _rest(self, limit_s: float) -> None:
         with self._wake:
-            if not (self._submitted or self._closing or self._aborting or self._stopping):
-                self._wake.wait(_POLL_LOAD_S if loading else _IDLE_S)
+            quiet = self._clock() < self._quiet_until_s
+            if self._stopping or self._aborting or (not quiet and (self._submitted or self._closing)):
+                return
+            self._wake.wait(limit_s)
 
     def turn(self) -> bool:
         """One step of every session that can have one; False when there was none."""
