@@ -57,7 +57,7 @@ class Metrics:
         )
         self.restores_refused = Counter(
             "midstream_restore_refused",
-            "KV that was there and not used, by reason.",
+            "Sessions that could not be taken up, and KV that could not be used, by reason.",
             ("reason",),
             registry=registry,
         )
@@ -83,7 +83,7 @@ class Metrics:
     def failover(
         self, *, reason: str, outcome: str, tier: str, gap_s: float | None = None, lag_tokens: int | None = None
     ) -> None:
-        """Count one interruption and what it came to."""
+        """Count one interruption and what it came to; gap and lag only where the session went on."""
         self.failovers.labels(reason, outcome, tier).inc()
         if gap_s is not None:
             self.client_gap_s.observe(gap_s)

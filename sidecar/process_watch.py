@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .processes import Process, collect, descendants, members, open_pidfd, read_process, remains, send
+from .processes import Process, collect, descendants, members, open_pidfd, read_process, remains, say_status, send
 
 # Engines start their processes in the first seconds; later ones are rare.
 _FIRST_SCANS_S = (0.02, 0.05, 0.1)
@@ -32,6 +32,11 @@ class Death:
     process: Process
     status: int | None
     is_root: bool
+
+    @property
+    def text(self) -> str:
+        """Who died, and how."""
+        return f"process {self.process.name} (pid {self.process.pid}): {say_status(self.status)}"
 
 
 class TreeWatch:

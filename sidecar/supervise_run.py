@@ -223,15 +223,16 @@ class Supervised:
             transport.close()
 
     def _process_died(self, epoch: int, death: Death) -> None:
-        process, how = death.process, say_status(death.status)
         if not death.is_root:
             if self._matters(death):
-                self._happened(Died(epoch, f"process {process.name} (pid {process.pid}): {how}"))
+                self._happened(Died(epoch, death.text))
         elif self._is_starting(epoch):
             # Nobody's session waits for this news, and what the engine said last is the most useful part of it.
-            self._spawn_task(self._tell_early_end(epoch, how), f"last lines of {self.worker}/{epoch}")
+            self._spawn_task(
+                self._tell_early_end(epoch, say_status(death.status)), f"last lines of {self.worker}/{epoch}"
+            )
         else:
-            self._happened(Died(epoch, f"its main process {process.name} (pid {process.pid}): {how}"))
+            self._happened(Died(epoch, f"main {death.text}"))
 
     async def _tell_early_end(self, epoch: int, how: str) -> None:
         await asyncio.wait(self._epoch_tasks[:1], timeout=_LAST_LINES_S)

@@ -125,6 +125,7 @@ def test_variables_that_kubernetes_makes_are_not_taken_for_settings() -> None:
         "MIDSTREAM_SERVICE_HOST": "10.0.0.1",
         "MIDSTREAM_PORT_8800_TCP_ADDR": "10.0.0.1",
         "MIDSTREAM_TEST_TINY_MODEL": "x",
+        "MIDSTREAM_WORKER": "what an engine's plugin is told",
     }
     assert set(load(environ=environ).places.values()) == {"default"}
 
