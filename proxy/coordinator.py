@@ -81,8 +81,11 @@ class Coordinator(Protocol):
         """
         ...
 
-    def resumed(self, facts: SessionFacts, placement: Placement, gap_s: float) -> None:
-        """The first token past what the client had was sent, `gap_s` seconds after the interruption."""
+    def resumed(self, facts: SessionFacts, placement: Placement, gap_s: float) -> Outcome:
+        """The first token past what the client had was sent, `gap_s` seconds after the interruption.
+
+        Returns what the takeover came to, by what the worker's engine reports of itself.
+        """
         ...
 
     def mismatched(self, facts: SessionFacts, placement: Placement, text: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ..session.errors import Refused
 from .coordinator import Coordinator, Placement, Reason, SessionFacts
-from .report import Report, outcome_of
+from .report import Report
 
 
 class Failover:
@@ -21,7 +21,6 @@ class Failover:
         self._takeovers_max = takeovers_max
         self._takeovers = 0
         self._since_s: float | None = None
-        self._fresh_run = False
         self._ended = False
         self.report = Report()
 
@@ -30,9 +29,7 @@ class Failover:
         """Whether a takeover is under way whose first new token has not been sent."""
         return self._since_s is not None
 
-    async def take_over(
-        self, last: Placement, reason: Reason, text: str, delivered: Sequence[int], *, nothing_delivered: bool
-    ) -> Placement:
+    async def take_over(self, last: Placement, reason: Reason, text: str, delivered: Sequence[int]) -> Placement:
         """Where the session goes on. Raises Refused."""
         if self._since_s is None:
             self._since_s = time.monotonic()
@@ -43,7 +40,6 @@ class Failover:
                 "send it again, or look for the cause in the workers' logs",
             )
         self._takeovers += 1
-        self._fresh_run = nothing_delivered
         if reason is Reason.MISMATCH:
             self._coordinator.mismatched(self._facts, last, text)
         return await self._coordinator.take_over(self._facts, last, reason, delivered)
@@ -53,9 +49,7 @@ class Failover:
         if self._since_s is None:
             return
         gap_s, self._since_s = time.monotonic() - self._since_s, None
-        outcome = outcome_of(placement, nothing_delivered=self._fresh_run)
-        self.report = self.report.after(outcome, gap_s)
-        self._coordinator.resumed(self._facts, placement, gap_s)
+        self.report = self.report.after(self._coordinator.resumed(self._facts, placement, gap_s), gap_s)
 
     def ended(self, ending: str) -> None:
         """The session is over."""

@@ -27,6 +27,8 @@ class Passthrough:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Forward a request whose body has not been read yet."""
+        if request.path in self._settings.private_paths:
+            return problems.private_path(request.path).response(request.headers)
         if not request.body_exists:
             return await self.forward(request, None)
         if content_type(request.headers) != "application/json":

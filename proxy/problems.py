@@ -57,6 +57,11 @@ def body_too_large(limit_bytes: int) -> Problem:
     )
 
 
+def private_path(path: str) -> Problem:
+    """A route that the engine has for its operator."""
+    return Problem(404, "private_path", f"{path} is not served to clients: ask the engine itself, from its own machine")
+
+
 def bad_request(text: str) -> Problem:
     """A request that cannot be read."""
     return Problem(400, "bad_request", text)

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..session.marker import KvSource
-from .coordinator import Outcome, Placement
+from .coordinator import Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +22,3 @@ class Report:
         """The trailer's text."""
         outcome = self.outcome.value if self.outcome is not None else "undisturbed"
         return f"midstream outcome={outcome} takeovers={self.takeovers} gap_ms={self.gap_s_max * 1000:.1f}"
-
-
-def outcome_of(placement: Placement, *, nothing_delivered: bool) -> Outcome:
-    """What a takeover that went well comes to (docs/design.md)."""
-    resume = placement.marker.resume
-    if resume is None:
-        # Without a resume record the request was run again; the journal may still say that all of it came out equal.
-        return Outcome.RESTARTED if nothing_delivered else Outcome.RECOMPUTED
-    return Outcome.RECOMPUTED if resume.kv is KvSource.NONE else Outcome.EXACT

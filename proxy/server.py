@@ -7,7 +7,7 @@ coordinator.
 
 import random
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from aiohttp import web
@@ -33,8 +33,13 @@ COMPLETIONS_PATH = "/v1/completions"
 _LINGER_S = 2.0
 
 
-def build_app(coordinator: Coordinator, settings: ProxySettings | None = None) -> web.Application:
-    """The application. Run it with `make_runner`: it relies on handlers being cancelled when clients leave."""
+def build_app(
+    coordinator: Coordinator, settings: ProxySettings | None = None, *, routes: Iterable[web.RouteDef] = ()
+) -> web.Application:
+    """The application; `routes` come before the proxy's own.
+
+    Run it with `make_runner`: it relies on handlers being cancelled when clients leave.
+    """
     settings = settings if settings is not None else ProxySettings()
     upstream = Upstream(settings)
 
@@ -48,6 +53,7 @@ def build_app(coordinator: Coordinator, settings: ProxySettings | None = None) -
     app.cleanup_ctx.append(opened)
     sessions = _Sessions(coordinator, upstream, settings)
     passthrough = sessions.passthrough
+    app.add_routes(routes)
     app.router.add_post(COMPLETIONS_PATH, sessions.handle)
     app.router.add_post(CHAT_PATH, sessions.handle)
     app.router.add_route("*", "/{path:.*}", passthrough.handle)

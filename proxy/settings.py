@@ -28,6 +28,8 @@ class ProxySettings:
     assign_seed: bool = True
     # What an engine sends in place of token ids that nobody asked for: vLLM null, others no such key.
     hiding: Hiding = Hiding.NULL
+    # What the engine serves for its operator alone; clients get 404.
+    private_paths: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for name in (

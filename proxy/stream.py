@@ -82,7 +82,6 @@ class StreamHandler:
                     step.reason,
                     step.text,
                     self._splicer.delivered,
-                    nothing_delivered=self._splicer.nothing_delivered,
                 )
             except Refused as error:
                 return problems.refused(error)

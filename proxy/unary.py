@@ -57,7 +57,7 @@ class UnaryHandler:
                     ending = "finished" if got.status < 500 else "failed"
                     self._failover.resumed(placement)
                     return got
-                placement = await self._failover.take_over(placement, got.reason, got.text, (), nothing_delivered=True)
+                placement = await self._failover.take_over(placement, got.reason, got.text, ())
         except Refused as error:
             ending = "failed"
             return problems.refused(error).response(self._generation.request.headers)

@@ -97,6 +97,13 @@ class Restore(_Part, frozen=True):
     load_timeout_s: Annotated[
         float, Meta(gt=0, le=3600, description="Time for KV to be copied before it is recomputed instead.")
     ] = 10.0
+    tiers: Annotated[
+        str,
+        Meta(
+            pattern="^(none|(in-place|held|disk)(,(in-place|held|disk))*)$",
+            description="Where KV may come from: some of in-place,held,disk, or none.",
+        ),
+    ] = "in-place,held,disk"
 
 
 class Supervise(_Part, frozen=True):

@@ -29,9 +29,7 @@ from .config import (
 FILE_BYTES_MAX = 1 << 20
 PREFIX = "MIDSTREAM_"
 # Variables of ours that are no settings: where the file and the cache are, what tests and engines' plugins are told.
-_OTHER_VARIABLES = re.compile(
-    r"MIDSTREAM_(CONFIG|CACHE|TEST_.*|WORKER|EPOCH|ARENA|ADOPT|HOLDER|LOAD_TIMEOUT_S)"
-)
+_OTHER_VARIABLES = re.compile(r"MIDSTREAM_(CONFIG|CACHE|TEST_.*|WORKER|EPOCH|ARENA|ADOPT|HOLDER|LOAD_TIMEOUT_S)")
 # Kubernetes gives every pod such variables for a service called `midstream`.
 _SERVICE_LINKS = re.compile(r"MIDSTREAM_(SERVICE_(HOST|PORT)(_.*)?|PORT(_\d+_.*)?)")
 _FOLDERS = ("state_dir", "store.dir")

@@ -5,7 +5,7 @@ beside a sidecar (settings.py), and each hook is installed by itself: one that d
 """
 
 from .guard import guarded, log
-from .settings import plugin_settings
+from .settings import claim_place, plugin_settings
 
 TESTED_VERSIONS = ("0.25.1", "0.32.0")
 _registered = False
@@ -15,7 +15,10 @@ _registered = False
 def register() -> None:
     """Install the hooks of this process, once."""
     global _registered
-    if _registered or plugin_settings() is None:
+    if _registered:
+        return
+    guarded(default=None)(claim_place)()
+    if plugin_settings() is None:
         return
     _registered = True
     import vllm

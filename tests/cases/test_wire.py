@@ -187,7 +187,7 @@ async def test_w4_a_fresh_connection_that_ends_without_an_answer_is_a_death() ->
 async def test_w5_equal_request_ids_of_clients_become_different_inner_ids() -> None:
     coordinator = ScriptedCoordinator(ScriptedEngine(ANSWER, Script(gap_s=0.01), name="a"))
     async with proxied(coordinator) as client:
-        gots = await asyncio.gather(*(client.complete(), client.complete()))
+        await asyncio.gather(*(client.complete(), client.complete()))
         path, body = "/v1/completions", {"prompt": "x", "stream": True}
         gots = await asyncio.gather(*(client.post(path, body, X_Request_Id="same") for _ in range(2)))
     for got in gots:

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -60,7 +60,10 @@ def attempt(voice: Voice, outputs: int, replay: Sequence[int], until: int | None
 
 def text_and_ids(raw: bytes) -> tuple[str, list[int], list[str], list[dict[str, Any]]]:
     """What a client makes of a stream."""
-    text, ids, finishes, usages = "", [], [], []
+    text = ""
+    ids: list[int] = []
+    finishes: list[str] = []
+    usages: list[dict[str, Any]] = []
     for part in raw.split(b"\n\n"):
         if not part or part == b"data: [DONE]":
             continue
@@ -95,7 +98,8 @@ def test_a_client_gets_the_undisturbed_stream_whatever_the_workers_do(
 ) -> None:
     answer = Answer(tuple(pieces))
     splicer = Splicer(Wishes(chat=chat, hiding=None, usage=usage, stop_strings=bool(stops), holds_back=bool(stops)))
-    out, outputs, replay, journal = b"", 0, [], 0
+    out, outputs, journal = b"", 0, 0
+    replay: list[int] = []
     for number, (more, ahead, lag, next_replay) in enumerate(deaths):
         voice = Voice(answer, chat, True, usage, stops, id=f"w{number}", created=number)
         assert splicer.begin(answer.ids[:journal]) is None
@@ -125,7 +129,7 @@ def test_a_client_gets_the_undisturbed_stream_whatever_the_workers_do(
     assert out.count(b'"prompt_token_ids":[') == 1
 
 
-def _datas(raw: bytes) -> Iterable[bytes]:
+def _datas(raw: bytes) -> list[bytes]:
     parts = (part.removeprefix(b"data: ") for part in raw.split(b"\n\n"))
     return [part for part in parts if part and part != b"[DONE]"]
 
@@ -155,6 +159,7 @@ class _Liar(Answer):
     """An answer one of whose ids is another than it was."""
 
     __slots__ = ("_wrong_at",)
+    _wrong_at: int
 
     def __init__(self, pieces: tuple[bytes, ...], wrong_at: int) -> None:
         super().__init__(pieces)

@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 from multidict import CIMultiDict
 
-from midstream.proxy.coordinator import Placement, Reason, SessionFacts
+from midstream.proxy.coordinator import Outcome, Placement, Reason, SessionFacts
 from midstream.session.errors import Refused
 from midstream.session.marker import KvSource, Marker, Resume
 
@@ -282,9 +282,13 @@ class ScriptedCoordinator:
         expected = self.lie if self.lie is not None else journal
         return self._place(facts, Marker(facts.session, generation, resume), expected)
 
-    def resumed(self, facts: SessionFacts, placement: Placement, gap_s: float) -> None:
+    def resumed(self, facts: SessionFacts, placement: Placement, gap_s: float) -> Outcome:
         """Note it."""
         self.calls.append(("resumed", gap_s))
+        resume = placement.marker.resume
+        if resume is None:
+            return Outcome.RESTARTED if not placement.expected else Outcome.RECOMPUTED
+        return Outcome.RECOMPUTED if resume.kv is KvSource.NONE else Outcome.EXACT
 
     def mismatched(self, facts: SessionFacts, placement: Placement, text: str) -> None:
         """Note it."""

@@ -1,0 +1,112 @@
+"""A worker for benchmarks: streams completions in vLLM's form as cheaply as Python can, each token stamped with its
+time.
+
+Owns one process. A request says how many tokens it wants (`max_tokens`) and how far apart (`bench_gap_s`; 0: as fast
+as the reader takes them, one token a write). The stamp is CLOCK_MONOTONIC in nanoseconds, the same clock for all
+processes.
+"""
+
+import argparse
+import asyncio
+import json
+import resource
+import time
+
+import uvloop
+
+_HEAD = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n"
+    b"Server: bench\r\n\r\n"
+)
+_CHUNK = (
+    b'data: {"id":"cmpl-0123456789abcdef0123456789abcdef","object":"text_completion","created":1700000000,'
+    b'"model":"bench","choices":[{"index":0,"text":" %d","logprobs":null,"finish_reason":%b,"stop_reason":null,'
+    b'"prompt_token_ids":null,"token_ids":[%d]}]}\n\n'
+)
+_END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+# How many tokens a stream that is not paced writes before the others have their turn.
+_TURN = 4
+
+
+class _Stream(asyncio.Protocol):
+    """One connection: requests one after another."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._buffer = b""
+        self._left = 0
+        self._gap_s = 0.0
+        self._next_s = 0.0
+        self._paused = self._closed = self._waiting = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        assert isinstance(transport, asyncio.Transport)
+        transport.set_write_buffer_limits(high=16384)
+        self._write = transport.write
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._closed = True
+
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        if self._waiting:
+            self._waiting = False
+            self._turn()
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        head, separator, body = self._buffer.partition(b"\r\n\r\n")
+        if not separator:
+            return
+        length = next(int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:"))
+        if len(body) < length:
+            return
+        self._buffer = body[length:]
+        wanted = json.loads(body[:length])
+        self._left = int(wanted["max_tokens"])
+        self._gap_s = float(wanted.get("bench_gap_s", 0))
+        self._next_s = self._loop.time() + self._gap_s
+        self._write(_HEAD)
+        self._loop.call_later(self._gap_s, self._turn)
+
+    def _turn(self) -> None:
+        for _ in range(1 if self._gap_s else _TURN):
+            if self._closed:
+                return
+            if self._paused:
+                self._waiting = True
+                return
+            self._left -= 1
+            finish = b"null" if self._left else b'"length"'
+            chunk = _CHUNK % (time.monotonic_ns(), finish, self._left)
+            self._write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+            if not self._left:
+                self._write(_END)
+                return
+        if self._gap_s:
+            self._next_s += self._gap_s
+            self._loop.call_at(self._next_s, self._turn)
+        else:
+            self._loop.call_soon(self._turn)
+
+
+async def _serve() -> None:
+    server = await asyncio.get_running_loop().create_server(_Stream, "127.0.0.1", 0, backlog=4096)
+    print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
+    await server.serve_forever()
+
+
+def main() -> None:
+    """Serve until killed."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    uvloop.run(_serve())
+
+
+if __name__ == "__main__":
+    main()

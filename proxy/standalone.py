@@ -1,0 +1,78 @@
+"""The proxy in front of one worker, without a coordinator: what `loadtest.proxy_bench` measures.
+
+Run it as `python -m midstream.proxy.standalone --worker URL`; it prints its own URL as the first line. Nothing can
+take a session over here: a lost worker ends its sessions in a clear error. The daemon (sidecar/) is what people run.
+"""
+
+import argparse
+import asyncio
+import resource
+from collections.abc import Sequence
+
+import uvloop
+from aiohttp import web
+
+from ..session.errors import Refused
+from ..session.marker import Marker
+from .coordinator import Outcome, Placement, Reason, SessionFacts
+from .server import build_app, make_runner
+
+
+class OneWorker:
+    """A coordinator that knows one worker and never hears of its death."""
+
+    def __init__(self, base_url: str) -> None:
+        self._base_url = base_url
+
+    async def admit(self, facts: SessionFacts) -> Placement:
+        """The worker."""
+        interrupted: asyncio.Future[Reason] = asyncio.get_running_loop().create_future()
+        return Placement("worker", self._base_url, Marker(facts.session, 1), interrupted)
+
+    async def take_over(
+        self, facts: SessionFacts, last: Placement, reason: Reason, delivered: Sequence[int]
+    ) -> Placement:
+        """Nobody can."""
+        raise Refused("no_standby", f"the only worker was lost ({reason}): send the request again")
+
+    def resumed(self, facts: SessionFacts, placement: Placement, gap_s: float) -> Outcome:
+        """Never called: nothing is taken over."""
+        raise NotImplementedError
+
+    def mismatched(self, facts: SessionFacts, placement: Placement, text: str) -> None:
+        """Nothing to note."""
+
+    def ended(self, facts: SessionFacts, ending: str) -> None:
+        """Nothing to note."""
+
+    def plain_upstream(self) -> str:
+        """The worker."""
+        return self._base_url
+
+
+async def serve(worker: str, port: int) -> None:
+    """Serve until cancelled."""
+    runner = make_runner(build_app(OneWorker(worker)))
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", port, backlog=4096).start()
+        print(f"http://127.0.0.1:{runner.addresses[0][1]}", flush=True)
+        await asyncio.Event().wait()
+    finally:
+        await runner.cleanup()
+
+
+def main() -> None:
+    """Read the arguments and serve."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--worker", required=True, help="base URL of the worker")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on (0: any free one)")
+    arguments = parser.parse_args()
+    # Two descriptors a stream.
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    uvloop.run(serve(arguments.worker, arguments.port))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The sidecar's own HTTP routes: health, readiness, metrics, and what is going on. Beside them the proxy serves the rest."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from .coordinator import SidecarCoordinator
+from .metrics import CONTENT_TYPE, Metrics
+from .workers import Epoch, Worker, Workers
+
+
+def routes(
+    workers: Workers,
+    coordinator: SidecarCoordinator,
+    metrics: Metrics,
+    status: Callable[[], dict[str, Any]],
+) -> list[web.RouteDef]:
+    """The routes, to be put before the proxy's."""
+
+    async def live(_: web.Request) -> web.Response:
+        """This process runs."""
+        return _json({"status": "alive"})
+
+    async def ready(_: web.Request) -> web.Response:
+        """New sessions are taken."""
+        states = {w.name: w.state.value for w in workers.all()}
+        if coordinator.draining or not workers.ready():
+            why = "draining" if coordinator.draining else "no worker is ready"
+            return _json({"status": "not ready", "reason": why, "workers": states}, status=503)
+        return _json({"status": "ready", "workers": states})
+
+    async def metrics_text(_: web.Request) -> web.Response:
+        metrics.set_sessions(coordinator.states())
+        counted: dict[str, int] = {}
+        for worker in workers.all():
+            counted[worker.state.value] = counted.get(worker.state.value, 0) + 1
+        metrics.set_workers(counted)
+        return web.Response(body=metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def told_status(_: web.Request) -> web.Response:
+        return _json({**status(), "workers": [told_worker(w) for w in workers.all()]})
+
+    async def told_sessions(_: web.Request) -> web.Response:
+        return _json({"sessions": coordinator.sessions()})
+
+    return [
+        web.get("/live", live),
+        web.get("/health", ready),
+        web.get("/readyz", ready),
+        web.get("/metrics", metrics_text),
+        web.get("/midstream/v1/status", told_status),
+        web.get("/midstream/v1/sessions", told_sessions),
+    ]
+
+
+def told_worker(worker: Worker) -> dict[str, Any]:
+    """A worker as `midstream status` shows it."""
+    epoch = worker.current
+    return {
+        "name": worker.name,
+        "url": worker.url,
+        "state": worker.state.value,
+        "detail": worker.text,
+        "pid": worker.pid,
+        "restarts": worker.restart_count,
+        "epoch": epoch.number if epoch else 0,
+        "sessions": len(epoch.sessions) if epoch else 0,
+        "engine": str(epoch.facts.get("engine", "")) if epoch else "",
+        "adopted": bool(epoch and epoch.facts.get("adopted")),
+        "key": epoch.key.to_json() if epoch and epoch.key else None,
+        "pools": epoch.pools if epoch else [],
+        "plugin": _counters(epoch),
+        "older_epochs": [{"epoch": e.number, "sessions": len(e.sessions)} for e in worker.older],
+    }
+
+
+def _counters(epoch: Epoch | None) -> dict[str, int]:
+    return epoch.arena.counters() if epoch is not None and epoch.arena is not None else {}
+
+
+def _json(body: dict[str, Any], status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")

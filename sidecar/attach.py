@@ -1,0 +1,130 @@
+"""Workers that others start: noticed by their health, their plugin's claim and their process.
+
+Owns nothing of them. Each worker is offered a ticket for its next epoch; when it is claimed, that epoch's arena is
+watched. An engine without the plugin is served too, but its sessions can only be run again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+
+import aiohttp
+
+from ..session.ticket import claimed_epoch, worker_dir
+from .process_watch import Death, TreeWatch
+from .processes import read_process, say_status
+from .supervise import WorkerState
+from .workers import Epoch, Worker, Workers
+
+_LOG = logging.getLogger("midstream.attach")
+
+POLL_S = 0.5
+HEALTH_TIMEOUT_S = 5.0
+HEALTH_FAILURES_MAX = 3
+
+
+class Attached:
+    """Follows one such worker."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        workers: Workers,
+        state_dir: Path,
+        offer: Callable[[Worker, int], Awaitable[Path]],
+        *,
+        on_lost: Callable[[Epoch, str], None],
+        on_state: Callable[[], None],
+    ) -> None:
+        self._worker = worker
+        self._workers = workers
+        self._folder = worker_dir(state_dir, worker.name)
+        self._offer = offer
+        self._on_lost = on_lost
+        self._on_state = on_state
+        self._offered: tuple[int, Path] | None = None
+        self._failures = 0
+        self._watch: TreeWatch | None = None
+
+    async def follow(self) -> None:
+        """Until cancelled."""
+        try:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)) as http:
+                await self._find_claimed()
+                while True:
+                    await self._look(http)
+                    await asyncio.sleep(POLL_S)
+        finally:
+            self._stop_watching()
+
+    async def _find_claimed(self) -> None:
+        """After a restart of the sidecar: the engine may still run in the epoch that it claimed before."""
+        number = claimed_epoch(self._folder) or 0
+        arena = self._folder / f"{number}.arena"
+        if arena.exists():
+            epoch = self._workers.begin_epoch(self._worker, number, arena)
+            if epoch.learn() and read_process(int(epoch.facts.get("pid") or 0)) is not None:
+                self._watch_process(epoch)
+        self._offered = number + 1, await self._offer(self._worker, number + 1)
+
+    async def _look(self, http: aiohttp.ClientSession) -> None:
+        healthy = await self._healthy(http)
+        if self._offered is not None and (claimed_epoch(self._folder) or 0) >= self._offered[0]:
+            self._lose("a new start of the engine")
+            number, arena = self._offered
+            epoch = self._workers.begin_epoch(self._worker, number, arena)
+            self._offered = number + 1, await self._offer(self._worker, number + 1)
+            _LOG.info("event=claimed worker=%s epoch=%d", self._worker.name, epoch.number)
+        if not healthy:
+            self._failures += 1
+            if self._worker.state is WorkerState.READY and self._failures >= HEALTH_FAILURES_MAX:
+                self._lose("its health check fails")
+            return
+        self._failures = 0
+        if self._worker.state is WorkerState.READY:
+            return
+        epoch_now = self._worker.current
+        if epoch_now is None or epoch_now.dead:
+            # No plugin, or not yet known: a place for its sessions all the same.
+            epoch_now = self._workers.begin_epoch(self._worker, 0, None)
+        if epoch_now.learn():
+            self._watch_process(epoch_now)
+        elif epoch_now.arena_path is None:
+            _LOG.warning(
+                "event=no_plugin worker=%s remedy=%s", self._worker.name,
+                "install midstream beside the engine and start it with its connector; see `midstream doctor`",
+            )  # fmt: skip
+        self._workers.became(self._worker, WorkerState.READY, pid=epoch_now.facts.get("pid"))
+        self._on_state()
+
+    async def _healthy(self, http: aiohttp.ClientSession) -> bool:
+        with suppress(aiohttp.ClientError, TimeoutError, OSError):
+            async with http.get(f"{self._worker.url}/health") as answer:
+                return answer.status == 200
+        return False
+
+    def _watch_process(self, epoch: Epoch) -> None:
+        """Its core's death is told by the kernel, long before a health check fails."""
+        process = read_process(int(epoch.facts.get("pid") or 0))
+        if process is None or self._watch is not None:
+            return
+        self._watch = TreeWatch(process, self._died)
+        self._watch.start()
+
+    def _died(self, death: Death) -> None:
+        self._lose(f"process {death.process.name} (pid {death.process.pid}): {say_status(death.status)}")
+
+    def _lose(self, why: str) -> None:
+        self._stop_watching()
+        epoch = self._worker.current
+        if epoch is None or epoch.dead:
+            return
+        self._workers.became(self._worker, WorkerState.DEAD, why)
+        self._on_lost(epoch, why)
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None

@@ -1,0 +1,184 @@
+"""Where an interrupted session goes on, and with what: pure decisions.
+
+Invariants: KV is used only where the compatibility keys are equal; whatever the client has is a prefix of what the next
+worker is told to re-enter or to regenerate; a session is refused only when nothing less is left.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ..session.key import CompatibilityKey
+from ..session.marker import KvSource
+
+# What a worker must share with the old one to continue its text at all, with or without its KV.
+SAME_TEXT = ("model", "tokenizer")
+
+
+class Tier(StrEnum):
+    """Where the KV of a restore came from (docs/design.md)."""
+
+    HELD = "held"
+    IN_PLACE = "in-place"
+    DISK = "disk"
+    JOURNAL = "journal"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What is known of an interrupted session.
+
+    `journal` are the journaled outputs, `delivered` those that the client has. `held_kv`: the pool of its last epoch is
+    still held and its blocks are still its own. `stored_kv_len`: positions that a snapshot on disk covers, 0 for none.
+    """
+
+    journal: tuple[int, ...]
+    delivered: tuple[int, ...]
+    prompt_len: int
+    finish: str
+    output_max: int | None
+    wants_logprobs: bool
+    streamed: bool
+    held_kv: bool
+    stored_kv_len: int
+    epoch: tuple[str, int]
+    key: CompatibilityKey | None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A worker that is ready. `adopted` names the epoch whose pool it runs in, `sessions` what it has already."""
+
+    worker: str
+    epoch: int
+    key: CompatibilityKey | None
+    sessions: int
+    sessions_max: int
+    adopted: tuple[str, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Go on at `candidate`: `outputs` are re-entered, `expected` is what the stream must begin with."""
+
+    candidate: Candidate
+    tier: Tier
+    outputs: tuple[int, ...]
+    expected: tuple[int, ...]
+    finish: str = ""
+    detail: str = ""
+
+    @property
+    def kv(self) -> KvSource:
+        """The marker's word for the tier."""
+        return {Tier.HELD: KvSource.HELD, Tier.IN_PLACE: KvSource.IN_PLACE, Tier.DISK: KvSource.DISK}.get(
+            self.tier, KvSource.NONE
+        )
+
+
+def known_outputs(journal: Sequence[int], delivered: Sequence[int]) -> tuple[int, ...] | None:
+    """The longer of both accounts; None when they contradict each other."""
+    short, long = sorted((tuple(journal), tuple(delivered)), key=len)
+    return long if long[: len(short)] == short else None
+
+
+def plan(account: Account, candidates: Sequence[Candidate], *, without_kv: bool = False) -> Plan | None:
+    """The best way on, or None when no candidate can take the session now. `without_kv`: KV was tried and was wrong."""
+    if not candidates:
+        return None
+    outputs = known_outputs(account.journal, account.delivered)
+    if outputs is None:
+        # The journal is not this session's story: only what the client has seen counts.
+        return _recompute(account, account.delivered, candidates, "the journal contradicts what was delivered")
+    finish = account.finish if account.finish in ("stop", "length") else ""
+    if not finish and account.output_max is not None and len(outputs) >= account.output_max:
+        finish = "length"
+    if finish and outputs:
+        return _ending(account, outputs, candidates, finish)
+    cut = outputs
+    if account.wants_logprobs:
+        # Logprobs of tokens that were never delivered died with the engine: they are computed again.
+        cut = account.delivered if account.streamed else ()
+    if not cut:
+        return _fresh(account, candidates, outputs if account.delivered else ())
+    if without_kv:
+        return _recompute(account, cut, candidates, "KV was tried")
+    in_step = len(account.journal) >= len(account.delivered)
+    return (
+        (_with_pool(account, cut, outputs, candidates) if in_step else None)
+        or _from_disk(account, cut, outputs, candidates)
+        or _recompute(account, cut, candidates, _why_no_kv(account, candidates))
+        # Engines without the plugin can only run the request again; the proxy compares.
+        or _fresh(account, candidates, outputs)
+    )
+
+
+def _matching(account: Account, candidates: Sequence[Candidate]) -> list[Candidate]:
+    if account.key is None:
+        return []
+    return [c for c in candidates if c.key is not None and not account.key.difference(c.key)]
+
+
+def _roomiest(candidates: Sequence[Candidate]) -> Candidate:
+    return min(candidates, key=lambda c: (c.sessions - c.sessions_max, c.sessions, c.worker))
+
+
+def _same_text(account: Account, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Workers of the same model; those whose key is unknown are trusted to be what the operator put side by side."""
+    if account.key is None:
+        return list(candidates)
+    return [c for c in candidates if c.key is None or not set(account.key.difference(c.key)) & set(SAME_TEXT)]
+
+
+def _with_pool(
+    account: Account, cut: tuple[int, ...], outputs: tuple[int, ...], candidates: Sequence[Candidate]
+) -> Plan | None:
+    matching = _matching(account, candidates)
+    if not account.held_kv or not matching:
+        return None
+    adopted = [c for c in matching if c.adopted == account.epoch]
+    # A session whose blocks lie in a worker's own pool stays there: nothing is copied.
+    if adopted and cut == outputs:
+        return Plan(_roomiest(adopted), Tier.IN_PLACE, cut, outputs)
+    return Plan(_roomiest(matching), Tier.HELD, cut, outputs)
+
+
+def _from_disk(
+    account: Account, cut: tuple[int, ...], outputs: tuple[int, ...], candidates: Sequence[Candidate]
+) -> Plan | None:
+    matching = _matching(account, candidates)
+    covered = account.stored_kv_len - account.prompt_len + 1
+    if not matching or covered < 1:
+        return None
+    return Plan(_roomiest(matching), Tier.DISK, cut[:covered], outputs)
+
+
+def _recompute(account: Account, outputs: tuple[int, ...], candidates: Sequence[Candidate], why: str) -> Plan | None:
+    """Outputs are re-entered and prefilled; only a plugin can do that."""
+    if not outputs:
+        return _fresh(account, candidates, ())
+    able = [c for c in _same_text(account, candidates) if c.key is not None]
+    return Plan(_roomiest(able), Tier.JOURNAL, outputs, outputs, detail=why) if able else None
+
+
+def _fresh(account: Account, candidates: Sequence[Candidate], expected: tuple[int, ...]) -> Plan | None:
+    """The request is run again from its beginning; it must come out as `expected` as far as that goes."""
+    able = _same_text(account, candidates)
+    return Plan(_roomiest(able), Tier.NONE, (), expected) if able else None
+
+
+def _ending(account: Account, outputs: tuple[int, ...], candidates: Sequence[Candidate], finish: str) -> Plan | None:
+    able = [c for c in _same_text(account, candidates) if c.key is not None]
+    if able:
+        return Plan(_roomiest(able), Tier.JOURNAL, outputs, outputs, finish=finish)
+    return _fresh(account, candidates, outputs)
+
+
+def _why_no_kv(account: Account, candidates: Sequence[Candidate]) -> str:
+    if account.key is None:
+        return "the old worker said nothing of its key"
+    if not account.held_kv and account.stored_kv_len == 0:
+        return "no KV is left of it"
+    differing = {name for c in candidates if c.key is not None for name in account.key.difference(c.key)}
+    return f"keys differ in {', '.join(sorted(differing))}" if differing else "no KV is left of it"

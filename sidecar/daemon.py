@@ -1,0 +1,393 @@
+"""The daemon: the one place where sockets, processes, workers, coordinator and proxy are wired together.
+
+Decides nothing itself. Order of a start: state folder, holder, mover, listening socket, engines; of an end: no new
+sessions, running ones end (bounded), engines, mover. The holder stays.
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from ..adapters.contract import Beside, EngineAdapter, flag_value
+from ..adapters.registry import adapter_for
+from ..proxy.coordinator import Reason
+from ..proxy.server import build_app, make_runner
+from ..session.arena import create_arena
+from ..session.errors import ArenaError, ConfigError, MidstreamError
+from ..session.ticket import worker_dir, write_ticket
+from . import api, plugin_path
+from .attach import Attached
+from .choice import Tier
+from .config import Settings
+from .coordinator import CoordinatorSettings, SidecarCoordinator
+from .hang import is_hung
+from .metrics import Metrics
+from .mover.client import MoverClient
+from .proxy_settings import proxy_settings
+from .servants import HolderKeeper, MoverKeeper
+from .state_dir import owned_state_dir
+from .supervise import Policy, WorkerState
+from .supervise_run import Command, EpochDeath, StateChange, Supervised
+from .workers import Epoch, Worker, Workers
+
+_LOG = logging.getLogger("midstream.daemon")
+
+DEFAULT_PORT = 8800
+HANG_WATCH_S = 3.0
+STATUS_EVERY_S = 1.0
+
+
+def run(settings: Settings, command: list[str] | None) -> int:
+    """Run a sidecar until SIGTERM or SIGINT; `command` starts its engines, None means that others did."""
+    with owned_state_dir(Path(settings.state_dir)):
+        return uvloop.run(_Daemon(settings, command).run())
+
+
+class _Daemon:
+    def __init__(self, settings: Settings, command: Sequence[str] | None) -> None:
+        self._settings = settings
+        self._command = list(command) if command is not None else None
+        self._state = Path(settings.state_dir)
+        self._adapter: EngineAdapter | None = adapter_for(self._command) if self._command else None
+        self._metrics = Metrics()
+        self._workers = Workers(let_go=self._let_go)
+        self._supervised: dict[str, Supervised] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._stopping = asyncio.Event()
+        self._checking: set[tuple[str, int]] = set()
+        self._holder = HolderKeeper(self._state / "holder.sock", on_restart=self._metrics.holder_restarts.inc)
+        self._mover = MoverKeeper(self._mover_command(), self._state / "mover.sock", on_start=self._watch_again)
+        self._mover_client = MoverClient(self._state / "mover.sock")
+        self._mover_status: dict[str, Any] | None = None
+        self._coordinator = SidecarCoordinator(
+            self._workers,
+            self._mover_client,
+            self._metrics,
+            CoordinatorSettings(
+                takeover_timeout_s=settings.restore.takeover_timeout_s,
+                load_timeout_s=settings.restore.load_timeout_s,
+                tiers=frozenset(map(Tier, settings.restore.tiers.split(","))),
+            ),
+            suspect=self._suspect,
+            stores=settings.store.dir is not None,
+        )
+
+    # ---- life
+
+    async def run(self) -> int:
+        """Until told to stop."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stopping.set)
+        async with AsyncExitStack() as stack:
+            port = self._port()
+            listener = self._listen(port)
+            stack.callback(listener.close)
+            await self._holder.ensure()
+            self._clear_leftovers()
+            await self._mover.ensure()
+            stack.callback(self._mover.stop)
+            stack.push_async_callback(self._end_tasks)
+            self._spawn(self._holder.keep(), "holder")
+            self._spawn(self._mover.keep(), "mover")
+            self._spawn(self._follow_status(), "status")
+            runner = await self._serve(listener)
+            stack.push_async_callback(runner.cleanup)
+            stack.push_async_callback(self._stop_engines)
+            self._start_workers()
+            host, bound = listener.getsockname()[:2]
+            _LOG.info("event=listening url=http://%s:%d state_dir=%s", host, bound, self._state)
+            await self._stopping.wait()
+            _LOG.info("event=stopping sessions=%d", self._coordinator.open_count)
+            await self._drain()
+        return 0
+
+    async def _drain(self) -> None:
+        """No new sessions; running ones may end, for as long as an engine may take to stop."""
+        self._coordinator.draining = True
+        deadline = asyncio.get_running_loop().time() + self._settings.supervise.stop_timeout_s
+        while self._coordinator.open_count and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.05)
+
+    async def _stop_engines(self) -> None:
+        await asyncio.gather(*(s.stop() for s in self._supervised.values()))
+
+    async def _end_tasks(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, work: Any, name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _LOG.error("event=task_failed task=%s", task.get_name(), exc_info=error)
+
+    # ---- listening
+
+    def _port(self) -> int:
+        """The configured port; if that is the default and the engine's command names one, clients expect that."""
+        port = self._settings.listen.port
+        asked = flag_value(self._command, "--port") if self._command else None
+        if port == DEFAULT_PORT and asked is not None and asked.isdigit():
+            return int(asked)
+        return port
+
+    def _listen(self, port: int) -> socket.socket:
+        host = self._settings.listen.host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            listener.listen(1024)
+        except OSError as error:
+            listener.close()
+            raise ConfigError(
+                f"cannot listen on {host}:{port} ({error.strerror}); stop what uses it, or choose another --port"
+            ) from error
+        listener.setblocking(False)
+        return listener
+
+    async def _serve(self, listener: socket.socket) -> Any:
+        from aiohttp import web
+
+        private = self._adapter.private_paths if self._adapter is not None else frozenset()
+        app = build_app(
+            self._coordinator,
+            proxy_settings(self._settings, self._adapter, private),
+            routes=api.routes(self._workers, self._coordinator, self._metrics, self._status),
+        )
+        runner = make_runner(app)
+        await runner.setup()
+        await web.SockSite(runner, listener).start()
+        return runner
+
+    # ---- workers
+
+    def _start_workers(self) -> None:
+        if self._command is None:
+            for configured in self._settings.workers:
+                worker = self._workers.add(configured.name, configured.url)
+                self._workers.became(worker, WorkerState.STARTING)
+                attached = Attached(
+                    worker,
+                    self._workers,
+                    self._state,
+                    self._offer,
+                    on_lost=lambda epoch, why: self._epoch_lost(epoch, Reason.PROCESS_DEATH),
+                    on_state=self._on_ready,
+                )
+                self._spawn(attached.follow(), f"worker {configured.name}")
+            return
+        policy = Policy(
+            start_timeout_s=self._settings.supervise.start_timeout_s,
+            stop_timeout_s=self._settings.supervise.stop_timeout_s,
+            restart_backoff_s=self._settings.supervise.restart_backoff_s,
+            restarts_max=self._settings.supervise.restarts_max,
+            restarts_window_s=self._settings.supervise.restarts_window_s,
+        )
+        for index in range(self._settings.engine.worker_count):
+            name = f"worker-{index}"
+            worker = self._workers.add(name, f"http://127.0.0.1:{_free_port()}")
+            supervised = Supervised(
+                name,
+                lambda epoch, worker=worker: self._prepare(worker, epoch),  # type: ignore[misc]
+                policy,
+                on_death=self._on_death,
+                on_state=self._on_state,
+            )
+            self._supervised[name] = supervised
+            supervised.start()
+
+    async def _prepare(self, worker: Worker, number: int) -> Command:
+        """An arena and the command of one epoch."""
+        assert self._adapter is not None
+        assert self._command is not None
+        epoch = self._workers.begin_epoch(worker, number, await self._make_arena(worker, number))
+        launch = self._adapter.start(self._command, _port_of(worker.url), self._beside(worker, epoch), os.environ)
+        return Command(launch.argv, launch.env, worker.url)
+
+    async def _make_arena(self, worker: Worker, number: int) -> Path | None:
+        """The arena of an epoch; None, and serving without snapshots, where none can be had."""
+        path = worker_dir(self._state, worker.name) / f"{number}.arena"
+        path.unlink(missing_ok=True)
+        sizes = self._settings.arena
+        try:
+            await asyncio.to_thread(create_arena, path, slot_count=sizes.slot_count, page_count=sizes.page_count)
+        except (ArenaError, OSError) as error:
+            self._metrics.arena_full.inc()
+            _LOG.error("event=no_arena worker=%s epoch=%d error=%s", worker.name, number, error)
+            return None
+        return path
+
+    def _beside(self, worker: Worker, epoch: Epoch) -> Beside:
+        adopt = epoch.adopt.arena_path if epoch.adopt is not None else None
+        return Beside(
+            worker.name,
+            epoch.number,
+            self._holder.socket,
+            epoch.arena_path,
+            adopt,
+            self._settings.restore.load_timeout_s,
+            plugin_path.ensure(self._state),
+        )
+
+    async def _offer(self, worker: Worker, number: int) -> Path:
+        """The next place of an engine that others start."""
+        folder = worker_dir(self._state, worker.name)
+        path = await self._make_arena(worker, number)
+        adopt = worker.current if worker.current is not None and worker.current.pools else None
+        beside = self._beside(worker, Epoch(worker.name, number, path, adopt=adopt))
+        write_ticket(folder, beside.environment({}))
+        return path or folder / "none"
+
+    def _on_death(self, death: EpochDeath) -> None:
+        worker = self._workers.get(death.worker)
+        if worker.current is not None and worker.current.number == death.epoch:
+            self._workers.became(worker, WorkerState.DEAD, death.text)
+            self._epoch_lost(worker.current, Reason.PROCESS_DEATH)
+
+    def _on_state(self, change: StateChange) -> None:
+        worker = self._workers.get(change.worker)
+        if change.state is WorkerState.RESTARTING:
+            self._metrics.worker_restarts.labels(worker.name).inc()
+        self._workers.became(worker, change.state, change.text, change.pid)
+        if change.state is WorkerState.READY:
+            self._on_ready()
+        self._coordinator.workers_changed()
+
+    def _on_ready(self) -> None:
+        for worker in self._workers.ready():
+            if worker.current is not None:
+                self._spawn(self._welcome(worker.current), f"welcome of {worker.name}")
+        self._coordinator.workers_changed()
+
+    async def _welcome(self, epoch: Epoch) -> None:
+        """A ready epoch's pools are remembered, and the mover follows its arena."""
+        for pool in epoch.pools:
+            await self._holder.learn(pool)
+        if epoch.arena_path is not None and epoch.pools:
+            try:
+                await self._mover_client.watch(epoch.arena_path, epoch.worker)
+            except MidstreamError as error:
+                _LOG.warning("event=watch worker=%s epoch=%d error=%s", epoch.worker, epoch.number, error)
+
+    def _epoch_lost(self, epoch: Epoch, reason: Reason) -> None:
+        self._coordinator.epoch_lost(epoch, reason)
+
+    def _let_go(self, epoch: Epoch) -> None:
+        """Nobody needs this epoch any more: its pool's memory is free from now on."""
+        for pool in epoch.pools:
+            self._holder.forget(pool)
+        if epoch.arena_path is not None:
+            self._spawn(self._release(epoch.arena_path), f"release of {epoch.worker}/{epoch.number}")
+        _LOG.info("event=let_go worker=%s epoch=%d", epoch.worker, epoch.number)
+
+    async def _release(self, arena: Path) -> None:
+        with suppress(MidstreamError):
+            await self._mover_client.release(arena)
+
+    def _suspect(self, name: str, number: int, reason: Reason) -> None:
+        """A session lost its worker though nobody reported a death: is the engine hung?"""
+        worker = self._workers.get(name)
+        epoch = worker.current
+        if reason is not Reason.STALL or epoch is None or epoch.number != number or epoch.id in self._checking:
+            return
+        self._checking.add(epoch.id)
+        self._spawn(self._check_hang(worker, epoch), f"hang check of {name}")
+
+    async def _check_hang(self, worker: Worker, epoch: Epoch) -> None:
+        try:
+            if not await is_hung(epoch, HANG_WATCH_S):
+                return
+            _LOG.error("event=hung worker=%s epoch=%d", worker.name, epoch.number)
+            self._epoch_lost(epoch, Reason.STALL)
+            supervised = self._supervised.get(worker.name)
+            if supervised is not None:
+                # A hung engine ends by SIGKILL only, and its death is then noticed as any other.
+                for process in supervised.processes():
+                    with suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGKILL)
+            else:
+                self._workers.became(worker, WorkerState.DEAD, "hung: sessions are live and none got a token")
+        finally:
+            self._checking.discard(epoch.id)
+
+    # ---- mover
+
+    def _mover_command(self) -> list[str]:
+        store = self._settings.store
+        command = [
+            sys.executable, "-m", "midstream.sidecar.mover",
+            "--socket", str(self._state / "mover.sock"), "--holder", str(self._state / "holder.sock"),
+        ]  # fmt: skip
+        if store.dir is not None:
+            command += [
+                "--store", store.dir, "--store-bytes-max", str(store.bytes_max),
+                "--snapshot-every-s", f"{store.snapshot_every_s:g}",
+                "--tail-every-tokens", str(store.tail_every_tokens),
+            ]  # fmt: skip
+        return command
+
+    def _watch_again(self) -> None:
+        """A new mover knows nothing yet."""
+        for worker in self._workers.all():
+            for epoch in (worker.current, *worker.older):
+                if epoch is not None and epoch.facts:
+                    self._spawn(self._welcome(epoch), f"welcome of {worker.name}")
+
+    async def _follow_status(self) -> None:
+        while True:
+            try:
+                self._mover_status = await self._mover_client.status()
+            except MidstreamError:
+                self._mover_status = None
+            self._metrics.set_mover(self._mover_status)
+            await asyncio.sleep(STATUS_EVERY_S)
+
+    def _status(self) -> dict[str, Any]:
+        from importlib.metadata import version
+
+        return {
+            "version": version("midstream"),
+            "state_dir": str(self._state),
+            "draining": self._coordinator.draining,
+            "sessions_open": self._coordinator.open_count,
+            "holder": {"socket": str(self._holder.socket), "pid": self._holder.pid},
+            "mover": {"pid": self._mover.pid, "restarts": self._mover.restarts, **(self._mover_status or {})},
+        }
+
+    # ---- leftovers
+
+    def _clear_leftovers(self) -> None:
+        """What a sidecar before this one left behind and nobody can use: its engines have died with it."""
+        if self._command is None:
+            return
+        for pool in self._holder.client.list():
+            self._holder.forget(pool.name)
+        shutil.rmtree(self._state / "workers", ignore_errors=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _port_of(url: str) -> int:
+    return int(url.rsplit(":", 1)[1])

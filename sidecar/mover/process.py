@@ -1,0 +1,132 @@
+"""The mover as a process: its options, and the wiring of its parts.
+
+    python -m midstream.sidecar.mover --socket PATH --holder PATH [--store DIR [--store-bytes-max N]
+        [--snapshot-every-s S] [--tail-every-tokens N]] [--parent-pid PID]
+
+SIGTERM ends it in good order: restores under way are answered as failed, so that no engine waits for them. With
+`--parent-pid` it ends when that process does.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from ...session.disk_store import DiskStore
+from ...session.errors import ConfigError, StoreError
+from ...session.held import HolderClient
+from ..private_socket import private_socket
+from .counters import Counters
+from .coverage import Coverage
+from .operations import Operations
+from .restorer import Restorer
+from .server import CONNECTIONS_MAX, Server
+from .snapshots import Policy, Snapshotter
+from .sources import Sources
+from .sums import Sums
+from .watcher import POLL_S, Watcher
+
+STORE_BYTES_MAX = 64 << 30
+
+_log = logging.getLogger(__name__)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run until SIGTERM; returns the exit status."""
+    options = _options(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s mover %(message)s", stream=sys.stderr)
+    store = _open_store(options)
+    try:
+        with private_socket(options.socket, socket.SOCK_STREAM, backlog=CONNECTIONS_MAX) as listener:
+            asyncio.run(_serve(options, listener, store))
+    except ConfigError as error:
+        print(f"mover: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if store is not None:
+            store.close()
+    return 0
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="midstream.sidecar.mover", description="Copies KV between pools and disk.")
+    parser.add_argument("--socket", required=True)
+    parser.add_argument("--holder", required=True)
+    parser.add_argument("--store", type=Path)
+    parser.add_argument("--store-bytes-max", type=int, default=STORE_BYTES_MAX)
+    parser.add_argument("--snapshot-every-s", type=float, default=0.0, help="0: only when asked")
+    parser.add_argument("--tail-every-tokens", type=int, default=16, help="new positions that make a snapshot due")
+    parser.add_argument("--poll-s", type=float, default=POLL_S)
+    parser.add_argument("--parent-pid", type=int, help="end when this process ends")
+    options = parser.parse_args(arguments)
+    if options.snapshot_every_s < 0 or options.tail_every_tokens < 1 or options.store_bytes_max < 1:
+        parser.error("--snapshot-every-s must be 0 or more, --tail-every-tokens and --store-bytes-max at least 1")
+    if not 0.001 <= options.poll_s <= 1:
+        parser.error("--poll-s must be 0.001 to 1")
+    return options
+
+
+def _open_store(options: argparse.Namespace) -> DiskStore | None:
+    """The store, or None when there is none or it cannot be used: serving goes on without, and the log says so."""
+    if options.store is None:
+        return None
+    try:
+        return DiskStore(options.store, bytes_max=options.store_bytes_max)
+    except StoreError as error:
+        _log.error("no snapshots, serving goes on: %s", error)
+        return None
+
+
+async def _serve(options: argparse.Namespace, listener: socket.socket, store: DiskStore | None) -> None:
+    counters = Counters()
+    sources = Sources(HolderClient(options.holder))
+    coverage, sums = Coverage(), Sums()
+    snapshotter = None
+    if store is not None:
+        policy = Policy(options.snapshot_every_s, options.tail_every_tokens)
+        snapshotter = Snapshotter(sources, coverage, sums, counters, store, policy)
+    watcher = Watcher(sources, coverage, sums, counters, snapshotter, poll_s=options.poll_s)
+    restorer = Restorer(sources, coverage, sums, counters, store)
+    operations = Operations(sources, coverage, sums, counters, watcher, restorer, store, snapshotter)
+    server = Server(operations.handlers(), counters)
+    jobs = [server.serve(listener), watcher.run(), _told_to_end(options.parent_pid)]
+    if snapshotter is not None:
+        jobs.append(snapshotter.run())
+    tasks = [asyncio.create_task(job) for job in jobs]
+    try:
+        # Each runs until it is told to end; the first that does, or that fails, ends all.
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        sources.close()
+
+
+async def _told_to_end(parent_pid: int | None) -> None:
+    """Return on SIGTERM, SIGINT, or the end of the parent."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    if parent_pid is None:
+        await ended.wait()
+        return
+    try:
+        fd = os.pidfd_open(parent_pid)
+    except OSError:
+        return
+    try:
+        loop.add_reader(fd, ended.set)
+        await ended.wait()
+    finally:
+        loop.remove_reader(fd)
+        with contextlib.suppress(OSError):
+            os.close(fd)

@@ -1,0 +1,145 @@
+"""The mover's socket: requests in, answers out (docs/formats.md).
+
+Owns connections and the dispatch of operations to those who carry them out. Invariant: every line is answered once,
+with the id of its request, and no client can stop another's: lines, connections and requests under way are bounded,
+peers of another user are closed, and whatever a request does wrong is an answer. Knows nothing of how anything is
+done.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from ...session.errors import MidstreamError
+from ..private_socket import peer_uid
+from .counters import Counters
+from .protocol import LINE_BYTES_MAX, MoverError, Op, Reason, decode_line, encode_line
+
+CONNECTIONS_MAX = 32
+REQUESTS_MAX = 128
+WRITE_S_MAX = 10.0
+
+_log = logging.getLogger(__name__)
+
+Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+class Server:
+    """Serves `handlers` on a listening socket."""
+
+    def __init__(self, handlers: dict[Op, Handler], counters: Counters) -> None:
+        self._handlers = handlers
+        self._counters = counters
+        self._connections = 0
+        self._requests: set[asyncio.Task[None]] = set()
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Serve until cancelled; requests under way are cancelled then, and waited for."""
+        server = await asyncio.start_unix_server(self._connected, sock=listener, limit=LINE_BYTES_MAX)
+        try:
+            async with server:
+                await server.serve_forever()
+        finally:
+            for task in self._requests:
+                task.cancel()
+            await asyncio.gather(*self._requests, return_exceptions=True)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections += 1
+        mine: set[asyncio.Task[None]] = set()
+        try:
+            peer = peer_uid(writer.get_extra_info("socket"))
+            if peer == os.getuid() and self._connections <= CONNECTIONS_MAX:
+                await self._read(reader, _Answers(writer), mine)
+        except (OSError, asyncio.IncompleteReadError):
+            # The client left; what it asked for goes on, for the engines that wait for it.
+            pass
+        finally:
+            self._connections -= 1
+            if mine:
+                await asyncio.wait(mine)
+            writer.close()
+
+    async def _read(self, reader: asyncio.StreamReader, answers: "_Answers", mine: set[asyncio.Task[None]]) -> None:
+        while True:
+            try:
+                line = await reader.readuntil(b"\n")
+            except asyncio.LimitOverrunError:
+                # Where the next line begins is not known any more.
+                self._counters.requests_refused += 1
+                await answers.send(_refusal(None, Reason.REQUEST, f"a line is longer than {LINE_BYTES_MAX} bytes"))
+                return
+            if len(self._requests) >= REQUESTS_MAX:
+                self._counters.requests_refused += 1
+                text = f"{REQUESTS_MAX} requests are under way; wait for their answers"
+                await answers.send(_refusal(_id_of(line), Reason.BUSY, text))
+                continue
+            task = asyncio.create_task(self._answer(line, answers))
+            for tasks in (self._requests, mine):
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+
+    async def _answer(self, line: bytes, answers: "_Answers") -> None:
+        number: object = None
+        try:
+            message = decode_line(line)
+            number = _id(message)
+            handler = self._handlers.get(message.get("op"))  # type: ignore[arg-type]
+            if handler is None:
+                known = ", ".join(sorted(op.value for op in self._handlers))
+                raise MoverError(Reason.REQUEST, f"unknown op {message.get('op')!r:.40}; use one of {known}")
+            reply = {"id": number, "ok": True} | await handler(message)
+        except MoverError as error:
+            self._counters.requests_refused += 1
+            reply = _refusal(number, error.reason, str(error))
+        except MidstreamError as error:
+            self._counters.requests_refused += 1
+            reply = _refusal(number, Reason.INTERNAL, str(error))
+        except Exception as error:
+            self._counters.fail(Reason.INTERNAL)
+            _log.exception("request failed line=%.200r", line)
+            reply = _refusal(number, Reason.INTERNAL, f"{type(error).__name__}: {error}; see the mover's log")
+        try:
+            await answers.send(reply)
+        except OSError as error:
+            _log.info("answer not delivered: %s", error)
+
+
+class _Answers:
+    """One connection's way back: whole lines, one after the other, to a client that reads them."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._turn = asyncio.Lock()
+
+    async def send(self, reply: dict[str, Any]) -> None:
+        """Write an answer; a client that does not read within WRITE_S_MAX loses its connection (OSError)."""
+        async with self._turn:
+            self._writer.write(encode_line(reply))
+            try:
+                async with asyncio.timeout(WRITE_S_MAX):
+                    await self._writer.drain()
+            except TimeoutError:
+                self._writer.transport.abort()
+                raise OSError("the client does not read its answers") from None
+
+
+def _refusal(number: object, reason: Reason, text: str) -> dict[str, Any]:
+    return {"id": number, "ok": False, "reason": reason.value, "error": text[:2048]}
+
+
+def _id(message: dict[str, Any]) -> int | str | None:
+    number = message.get("id")
+    if number is None or (isinstance(number, int | str) and len(str(number)) <= 64):
+        return number
+    raise MoverError(Reason.REQUEST, "id must be a number or a string of at most 64 characters")
+
+
+def _id_of(line: bytes) -> int | str | None:
+    try:
+        return _id(decode_line(line))
+    except MoverError:
+        return None

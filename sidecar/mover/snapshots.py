@@ -1,0 +1,257 @@
+"""Writes snapshots of live sessions to the store, while their engines go on.
+
+Owns what is stored of whom, and when. Invariant: a snapshot is published only if the session still had, after its
+blocks were read, the table that it had before; each full block is read and written once. A store that fails is news
+once, is left alone for a while, and is never the reason for anything else to stop.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from ...session.arena import ArenaReader, Slot, SlotState
+from ...session.errors import StoreError
+from ...session.ids import SessionId
+from ...session.manifest import Manifest
+from ...session.store import Draft, Store
+from .copying import gather
+from .counters import Counters
+from .coverage import Coverage, Covered, Owner
+from .protocol import MoverError, Reason, SnapshotResult
+from .sources import MappedPool, Sources, key_of
+from .sums import Sums
+
+RETRY_S = 10.0
+ROUND_S = 0.05
+FINISHED_MAX = 65536
+# How a session ends that nobody goes on with; anything else may be taken up elsewhere.
+ENDINGS = frozenset({"stop", "length"})
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """When snapshots are taken by themselves: every `every_s` seconds (0: never), after `tail_tokens` new positions."""
+
+    every_s: float = 0.0
+    tail_tokens: int = 16
+
+
+@dataclass(slots=True)
+class _Written:
+    """What is stored of a session: the names of its full blocks, up to where, and when it was looked at."""
+
+    table_generation: int
+    names: list[str] = field(default_factory=list)
+    kv_len: int = 0
+    at: float = 0.0
+
+
+class Snapshotter:
+    """Takes snapshots, one session at a time."""
+
+    def __init__(
+        self,
+        sources: Sources,
+        coverage: Coverage,
+        sums: Sums,
+        counters: Counters,
+        store: Store,
+        policy: Policy,
+    ) -> None:
+        self._sources = sources
+        self._coverage = coverage
+        self._sums = sums
+        self._counters = counters
+        self._store = store
+        self._policy = policy
+        self._written: dict[Owner, _Written] = {}
+        self._live: dict[Path, list[Slot]] = {}
+        self._finished: deque[tuple[SessionId, int]] = deque(maxlen=FINISHED_MAX)
+        self._one_at_a_time = asyncio.Lock()
+        self._failing_until = 0.0
+        self._failing = False
+
+    def seen(self, path: Path, slots: list[Slot]) -> None:
+        """These sessions are live in an arena now."""
+        self._live[path] = slots
+
+    def ended(self, path: Path, slot: Slot) -> None:
+        """A session is no longer live in an arena."""
+        self._written.pop((path, slot.session, slot.generation), None)
+        if slot.state is SlotState.FINISHED and slot.finish in ENDINGS:
+            self.finish(slot.session, slot.generation)
+
+    def stored_tokens(self, owner: Owner) -> int:
+        """How many positions of a session are stored."""
+        written = self._written.get(owner)
+        return written.kv_len if written is not None else 0
+
+    def finish(self, session: SessionId, generation: int) -> None:
+        """A session is over: what is stored of it may go first, unless it is of a newer generation."""
+        self._finished.append((session, generation))
+
+    def release(self, path: Path) -> None:
+        """An arena that is not needed any more."""
+        self._live.pop(path, None)
+        for owner in [owner for owner in self._written if owner[0] == path]:
+            del self._written[owner]
+
+    async def run(self) -> None:
+        """Store what the policy asks for, and mark what is over, until cancelled."""
+        while True:
+            try:
+                await self._round()
+            except StoreError as error:
+                self._store_failed(error)
+            except Exception:
+                self._counters.watch_errors += 1
+                _log.exception("round of snapshots failed")
+            await asyncio.sleep(ROUND_S)
+
+    async def _round(self) -> None:
+        while self._finished:
+            session, generation = self._finished.popleft()
+            await asyncio.to_thread(self._finish, session, generation)
+        if not self._policy.every_s:
+            return
+        for path, slots in list(self._live.items()):
+            for slot in slots:
+                now = time.monotonic()
+                written = self._written.get((path, slot.session, slot.generation))
+                if now < self._failing_until or (written is not None and now - written.at < self._policy.every_s):
+                    continue
+                try:
+                    await self._take(path, slot, self._policy.tail_tokens)
+                except MoverError as error:
+                    self._drop(error)
+                except StoreError:
+                    # Said and counted where it happened; the next one is tried when the pause is over.
+                    continue
+
+    async def snapshot(self, path: Path, session: SessionId | None) -> SnapshotResult:
+        """Store all live sessions of an arena, or one, now. Raises MoverError."""
+        reader = self._sources.reader(path)
+        if session is None:
+            slots = [slot for slot in reader.slots() if slot.state is SlotState.LIVE]
+        else:
+            found = reader.find(session)
+            if found is None:
+                raise MoverError(Reason.SESSION, f"session {session} is not in {path}")
+            slots = [found]
+        stored = unchanged = dropped = kv_tokens = 0
+        for slot in slots:
+            try:
+                kv_len = await self._take(path, slot, 1)
+            except StoreError as error:
+                raise MoverError(Reason.STORE, str(error)) from error
+            except MoverError as error:
+                self._drop(error)
+                if session is not None:
+                    raise
+                dropped += 1
+            else:
+                stored += kv_len > 0
+                unchanged += kv_len == 0
+                kv_tokens += kv_len
+        return SnapshotResult(stored, unchanged, dropped, kv_tokens)
+
+    async def _take(self, path: Path, slot: Slot, new_tokens_min: int) -> int:
+        """Store one session; returns the positions stored, or 0 if fewer than `new_tokens_min` are new."""
+        async with self._one_at_a_time:
+            reader = self._sources.reader(path)
+            pool = await self._sources.pool(path)
+            owner = (path, slot.session, slot.generation)
+            covered = self._coverage.read(reader, slot)
+            written = self._written.get(owner)
+            if written is None or written.table_generation != covered.table.generation:
+                written = self._written[owner] = _Written(covered.table.generation)
+            written.at = time.monotonic()
+            # Less than the prompt is nothing that a session could go on from.
+            if covered.kv_len < slot.prompt_len or covered.kv_len - written.kv_len < new_tokens_min:
+                return 0
+            needed = -(-covered.kv_len // pool.layout.block_tokens)
+            if len(covered.table.blocks) < needed:
+                raise MoverError(Reason.TABLE, f"session {slot.session}: its table is shorter than its journal")
+            sums = list(self._sums.get(owner, covered.table.generation))
+            try:
+                with await asyncio.to_thread(self._store.begin) as draft:
+                    names = await asyncio.to_thread(_put_blocks, draft, pool, covered, written.names, sums)
+                    self._coverage.check_unchanged(reader, covered)
+                    manifest = _manifest(reader, pool, covered, names)
+                    await asyncio.to_thread(draft.publish, manifest)
+            except StoreError as error:
+                # What was stored before may be what is missing: the next snapshot writes all of it.
+                del self._written[owner]
+                self._store_failed(error)
+                raise
+            self._store_works()
+            written.names = names[: covered.kv_len // pool.layout.block_tokens]
+            written.kv_len = covered.kv_len
+            self._counters.snapshots += 1
+            self._counters.snapshot_bytes += len(names) * pool.layout.block_bytes
+            return covered.kv_len
+
+    def _finish(self, session: SessionId, generation: int) -> None:
+        latest = self._store.latest(session)
+        if latest is not None and latest.generation <= generation:
+            self._store.finish(session)
+
+    def _drop(self, error: MoverError) -> None:
+        self._counters.snapshots_dropped += 1
+        self._counters.fail(error.reason)
+
+    def _store_failed(self, error: StoreError) -> None:
+        self._failing_until = time.monotonic() + RETRY_S
+        self._counters.fail(Reason.STORE)
+        if not self._failing:
+            self._failing = True
+            _log.error("snapshots stopped, serving goes on: %s", error)
+
+    def _store_works(self) -> None:
+        if self._failing:
+            self._failing = False
+            _log.info("snapshots go on")
+
+
+def _put_blocks(draft: Draft, pool: MappedPool, covered: Covered, known: list[str], sums: list[int]) -> list[str]:
+    """Store the blocks of [0, kv_len) that are not stored yet, in a worker thread; returns all their names in order."""
+    full = covered.kv_len // pool.layout.block_tokens
+    names = []
+    for ordinal, block in enumerate(covered.table.blocks[: -(-covered.kv_len // pool.layout.block_tokens)]):
+        if ordinal < min(len(known), full) and draft.keep(known[ordinal]):
+            names.append(known[ordinal])
+            continue
+        raw = gather(pool, block)
+        if ordinal < min(len(sums), full) and xxhash.xxh3_64_intdigest(raw) != sums[ordinal]:
+            raise MoverError(
+                Reason.CHECKSUM,
+                f"session {covered.slot.session}: block {ordinal} differs from what it was when it filled",
+            )
+        names.append(draft.put_chunk(raw))
+    return names
+
+
+def _manifest(reader: ArenaReader, pool: MappedPool, covered: Covered, names: list[str]) -> Manifest:
+    slot = covered.slot
+    return Manifest(
+        session=slot.session,
+        generation=slot.generation,
+        key=key_of(reader),
+        fingerprint=pool.fingerprint,
+        block_tokens=pool.layout.block_tokens,
+        block_bytes=pool.layout.block_bytes,
+        prompt_len=slot.prompt_len,
+        prompt_hash=slot.prompt_hash,
+        kv_len=covered.kv_len,
+        # What a restored session goes on with: the outputs up to the one that has no KV yet.
+        outputs=tuple(covered.outputs[: covered.kv_len - slot.prompt_len + 1]),
+        chunks=tuple(names),
+        created_at=time.time(),
+    )

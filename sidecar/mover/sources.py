@@ -1,0 +1,153 @@
+"""Open arenas and mapped pools: what the mover reads from and writes to.
+
+Owns the mappings. Invariant: what is mapped stays mapped until `release`, whatever becomes of its file, its holder
+or its worker; memory in use by a thread is unmapped only when that thread lets go of it. Arenas are read on the
+event loop alone.
+"""
+
+import asyncio
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...session.arena import ArenaReader
+from ...session.errors import ArenaError, PoolError
+from ...session.held import HolderClient, map_pool
+from ...session.layout import PoolLayout, PoolMeta
+from .protocol import MoverError, Reason
+
+ARENAS_MAX = 64
+POOLS_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class MappedPool:
+    """A pool in this process's memory; `identity` is equal exactly for mappings of the same memory."""
+
+    name: str
+    layout: PoolLayout
+    fingerprint: str
+    view: memoryview
+    identity: tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Arena:
+    reader: ArenaReader
+    identity: tuple[int, int]
+    pool: MappedPool | None = None
+
+
+class Sources:
+    """Arenas by path and their pools by name, opened when they are first needed."""
+
+    def __init__(self, holder: HolderClient) -> None:
+        self._holder = holder
+        self._arenas: dict[Path, _Arena] = {}
+        self._pools: dict[str, MappedPool] = {}
+
+    def reader(self, path: Path) -> ArenaReader:
+        """The arena at `path`. Raises MoverError(ARENA)."""
+        return self._open(path).reader
+
+    async def pool(self, path: Path) -> MappedPool:
+        """The pool of the arena at `path`, fetched from the holder when it is not mapped yet. Raises MoverError."""
+        arena = self._open(path)
+        if arena.pool is None:
+            arena.pool = await self._map(path, _pool_name(path, arena.reader))
+        return arena.pool
+
+    def release(self, path: Path) -> bool:
+        """Let go of an arena, and of its pool when no other arena uses it; False if it was not open."""
+        arena = self._arenas.pop(path, None)
+        if arena is None:
+            return False
+        arena.reader.close()
+        if arena.pool is not None and all(other.pool is not arena.pool for other in self._arenas.values()):
+            self._pools.pop(arena.pool.name, None)
+        return True
+
+    def close(self) -> None:
+        """Let go of everything."""
+        for path in list(self._arenas):
+            self.release(path)
+
+    @property
+    def arena_count(self) -> int:
+        """How many arenas are open."""
+        return len(self._arenas)
+
+    @property
+    def pool_count(self) -> int:
+        """How many pools are mapped."""
+        return len(self._pools)
+
+    def _open(self, path: Path) -> _Arena:
+        known = self._arenas.get(path)
+        identity = _identity(path)
+        # A file that is gone does not take the mapping away; another file at the same path is another arena.
+        if known is not None and identity in (None, known.identity):
+            return known
+        if identity is None:
+            raise MoverError(Reason.ARENA, f"arena {path} is not there; its worker's epoch is over")
+        self.release(path)
+        if len(self._arenas) >= ARENAS_MAX:
+            raise MoverError(Reason.ARENA, f"{ARENAS_MAX} arenas are open; release those of dead workers")
+        try:
+            opened = _Arena(ArenaReader(path), identity)
+        except ArenaError as error:
+            raise MoverError(Reason.ARENA, str(error)) from error
+        self._arenas[path] = opened
+        return opened
+
+    async def _map(self, path: Path, name: str) -> MappedPool:
+        known = self._pools.get(name)
+        if known is not None:
+            return known
+        if len(self._pools) >= POOLS_MAX:
+            raise MoverError(Reason.POOL, f"{POOLS_MAX} pools are mapped; release the arenas of dead workers")
+        try:
+            mapped = await asyncio.to_thread(_fetch, self._holder, name)
+        except PoolError as error:
+            raise MoverError(Reason.POOL, f"arena {path}: {error}") from error
+        # Two that wanted it at once get the same one.
+        return self._pools.setdefault(name, mapped)
+
+
+def key_of(reader: ArenaReader) -> dict[str, Any]:
+    """The compatibility key in an arena's facts. Raises MoverError(KEY) while there is none."""
+    key = (reader.facts() or {}).get("key")
+    if not isinstance(key, dict):
+        raise MoverError(Reason.KEY, f"arena {reader.path}: its engine has published no compatibility key (yet)")
+    return key
+
+
+def _pool_name(path: Path, reader: ArenaReader) -> str:
+    pools = (reader.facts() or {}).get("pools")
+    if not isinstance(pools, list) or not pools:
+        raise MoverError(Reason.POOL, f"arena {path}: its engine has published no pool (yet)")
+    if len(pools) > 1:
+        raise MoverError(
+            Reason.RANKS, f"arena {path}: its worker has {len(pools)} ranks, one is supported; sessions are recomputed"
+        )
+    return str(pools[0])
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _fetch(holder: HolderClient, name: str) -> MappedPool:
+    fd, body = holder.get(name)
+    try:
+        meta = PoolMeta.from_json(body)
+        status = os.fstat(fd)
+        view = memoryview(map_pool(fd, meta.size_bytes))
+    finally:
+        os.close(fd)
+    return MappedPool(name, meta.layout, meta.fingerprint, view, (status.st_dev, status.st_ino))

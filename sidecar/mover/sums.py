@@ -1,0 +1,64 @@
+"""Sums of full blocks, kept in memory: what a block held when it became full. Pure.
+
+Invariant: a sum belongs to one (arena, session, generation, table generation, ordinal); when any of these changes
+it is never compared again. Ordinals are summed in order, so a session's sums are those of its first blocks. Bounded
+in number.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .coverage import Owner
+
+SUMS_MAX = 8 << 20
+
+
+@dataclass(slots=True)
+class _Summed:
+    table_generation: int
+    sums: "array[int]" = field(default_factory=lambda: array("Q"))
+
+
+class Sums:
+    """The sums of all sessions that are watched."""
+
+    def __init__(self, count_max: int = SUMS_MAX) -> None:
+        self._by_owner: dict[Owner, _Summed] = {}
+        self._count = 0
+        self._count_max = count_max
+
+    @property
+    def count(self) -> int:
+        """How many sums are kept."""
+        return self._count
+
+    @property
+    def room(self) -> int:
+        """How many more can be kept."""
+        return self._count_max - self._count
+
+    def get(self, owner: Owner, table_generation: int) -> Sequence[int]:
+        """The sums of a session's first blocks, as of one table generation."""
+        summed = self._by_owner.get(owner)
+        return summed.sums if summed is not None and summed.table_generation == table_generation else ()
+
+    def add(self, owner: Owner, table_generation: int, first: int, values: Iterable[int]) -> None:
+        """Add the sums of the blocks from ordinal `first` on; those of an older table generation are forgotten."""
+        summed = self._by_owner.get(owner)
+        if summed is None or summed.table_generation != table_generation:
+            self.drop(owner)
+            summed = self._by_owner[owner] = _Summed(table_generation)
+        if len(summed.sums) == first:
+            summed.sums.extend(values)
+            self._count += len(summed.sums) - first
+
+    def drop(self, owner: Owner) -> None:
+        """Forget a session."""
+        summed = self._by_owner.pop(owner, None)
+        self._count -= len(summed.sums) if summed is not None else 0
+
+    def owners(self, arena: Path) -> list[Owner]:
+        """The sessions of an arena that have sums."""
+        return [owner for owner in self._by_owner if owner[0] == arena]

@@ -1,0 +1,164 @@
+"""The two helpers of a sidecar, kept running: the holder, which outlives it, and the mover, which does not.
+
+A holder that died has lost its descriptors, not the memory: live engines still map their pools, so a new holder gets
+them again from there. A mover that died has lost its checksums and mappings; it is started again and told what to watch.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..session.errors import MidstreamError, PoolError
+from ..session.held import HolderClient, rescue
+from .processes import dies_with_parent
+
+_LOG = logging.getLogger("midstream.servants")
+
+CHECK_EVERY_S = 1.0
+START_TIMEOUT_S = 10.0
+
+
+class HolderKeeper:
+    """Starts the holder if none answers, and starts another when it is gone."""
+
+    def __init__(self, socket: Path, *, on_restart: Callable[[], None]) -> None:
+        self.socket = socket
+        self.client = HolderClient(socket)
+        self.pid: int | None = None
+        self._on_restart = on_restart
+        self._metas: dict[str, Mapping[str, Any]] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def ensure(self) -> None:
+        """A holder answers when this returns; MidstreamError when none can be started."""
+        if await asyncio.to_thread(self._answers):
+            return
+        # Of its own session and without a death signal: it must outlive this process.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "midstream.sidecar.holder", "--socket", str(self.socket)],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+        deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
+        while not await asyncio.to_thread(self._answers):
+            if self._process.poll() is not None or asyncio.get_running_loop().time() > deadline:
+                raise MidstreamError(f"the holder at {self.socket} does not start; see its last line above")
+            await asyncio.sleep(0.02)
+
+    async def learn(self, pool: str) -> None:
+        """Remember what would be needed to have a new holder keep this pool again."""
+        if pool in self._metas:
+            return
+        with suppress(PoolError):
+            fd, meta = await asyncio.to_thread(self.client.get, pool)
+            os.close(fd)
+            self._metas[pool] = meta
+
+    def forget(self, pool: str) -> None:
+        """Let a pool go: with its last descriptor its memory is free."""
+        self._metas.pop(pool, None)
+        try:
+            self.client.drop(pool)
+        except PoolError as error:
+            _LOG.warning("event=drop pool=%s error=%s", pool, error)
+
+    async def keep(self) -> None:
+        """Look after the holder until cancelled."""
+        while True:
+            await asyncio.sleep(CHECK_EVERY_S)
+            if self._process is not None:
+                self._process.poll()
+            if await asyncio.to_thread(self._answers):
+                continue
+            _LOG.error("event=holder_lost socket=%s", self.socket)
+            try:
+                await self.ensure()
+            except MidstreamError as error:
+                _LOG.error("event=holder_start error=%s", error)
+                continue
+            self._on_restart()
+            for pool, meta in list(self._metas.items()):
+                await asyncio.to_thread(self._rescue, pool, meta)
+
+    def _rescue(self, pool: str, meta: Mapping[str, Any]) -> None:
+        owner = meta.get("owner") or {}
+        try:
+            fd = rescue(int(owner["pid"]), int(owner["fd"]))
+            try:
+                self.client.put(pool, fd, meta)
+            finally:
+                os.close(fd)
+        except (PoolError, KeyError, ValueError, TypeError) as error:
+            self._metas.pop(pool, None)
+            _LOG.warning("event=pool_lost pool=%s error=%s", pool, error)
+        else:
+            _LOG.info("event=pool_rescued pool=%s", pool)
+
+    def _answers(self) -> bool:
+        try:
+            self.client.list()
+        except PoolError:
+            return False
+        return True
+
+
+class MoverKeeper:
+    """Starts the mover and starts it again when it dies."""
+
+    def __init__(self, command: list[str], socket: Path, *, on_start: Callable[[], None]) -> None:
+        self._command = command
+        self.socket = socket
+        self._on_start = on_start
+        self._process: subprocess.Popen[bytes] | None = None
+        self.restarts = -1
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running mover."""
+        return None if self._process is None else self._process.pid
+
+    async def ensure(self) -> None:
+        """A mover is running when this returns; MidstreamError when it does not start."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.restarts += 1
+        self._process = subprocess.Popen(
+            self._command, stdin=subprocess.DEVNULL, preexec_fn=dies_with_parent(signal.SIGTERM)
+        )
+        deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
+        while not self.socket.exists():
+            if self._process.poll() is not None or asyncio.get_running_loop().time() > deadline:
+                raise MidstreamError(f"the mover at {self.socket} does not start; see its last line above")
+            await asyncio.sleep(0.02)
+        self._on_start()
+
+    async def keep(self) -> None:
+        """Look after the mover until cancelled."""
+        while True:
+            await asyncio.sleep(CHECK_EVERY_S)
+            if self._process is not None and self._process.poll() is None:
+                continue
+            _LOG.error("event=mover_lost socket=%s", self.socket)
+            try:
+                await self.ensure()
+            except MidstreamError as error:
+                _LOG.error("event=mover_start error=%s", error)
+
+    def stop(self) -> None:
+        """End it; it has nothing that would be lost."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

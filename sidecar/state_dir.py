@@ -1,0 +1,43 @@
+"""The folder in memory where sockets and arenas lie: made, checked, and owned by one sidecar at a time.
+
+Invariant: only its owner may enter it, and two sidecars never work in the same one.
+"""
+
+import contextlib
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..session.errors import ConfigError
+
+LOCK = "sidecar.lock"
+
+
+@contextlib.contextmanager
+def owned_state_dir(path: Path) -> Iterator[Path]:
+    """The folder, locked for this process. ConfigError says who or what is in the way."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.stat()
+    except OSError as error:
+        raise ConfigError(f"state_dir {path}: {error.strerror}; choose a folder that you may write to") from error
+    if status.st_uid != os.getuid():
+        raise ConfigError(f"state_dir {path}: it belongs to user {status.st_uid}; choose one of your own")
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError(f"state_dir {path}: others may enter it; run chmod 700, or choose another")
+    try:
+        lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"state_dir {path}: {error.strerror}; choose a folder that you may write to") from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(
+                f"state_dir {path}: another sidecar works there; stop it, or give each its own --state-dir"
+            ) from None
+        yield path
+    finally:
+        os.close(lock)

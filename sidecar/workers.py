@@ -1,0 +1,184 @@
+"""What the sidecar knows of its workers: epochs with their arenas, who is ready, who runs in whose pool.
+
+Owns the arenas' lifetime: an epoch's arena (and its pool in the holder) is kept until no session needs it and a later
+epoch is ready, then both are let go at once. Starts and watches nothing; supervise and attach tell it what happened.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..adapters.contract import EngineAdapter
+from ..adapters.registry import adapter_named
+from ..session.arena import ArenaReader
+from ..session.errors import ArenaError, EngineError, MidstreamError
+from ..session.ids import SessionId
+from ..session.key import CompatibilityKey
+from .choice import Candidate
+from .supervise import WorkerState
+
+_LOG = logging.getLogger("midstream.workers")
+
+SESSIONS_MAX_UNKNOWN = 1_000_000
+SETTLED = (WorkerState.READY, WorkerState.DRAINING, WorkerState.FAILED, WorkerState.STOPPED)
+
+
+@dataclass(slots=True)
+class Epoch:
+    """One start of a worker."""
+
+    worker: str
+    number: int
+    arena_path: Path | None
+    adopt: "Epoch | None" = None
+    arena: ArenaReader | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    key: CompatibilityKey | None = None
+    adapter: EngineAdapter | None = None
+    sessions: set[SessionId] = field(default_factory=set)
+    dead: bool = False
+
+    @property
+    def pools(self) -> list[str]:
+        """Names of its pools in the holder, one a rank."""
+        return [str(name) for name in self.facts.get("pools") or []]
+
+    @property
+    def id(self) -> tuple[str, int]:
+        return self.worker, self.number
+
+    def learn(self) -> bool:
+        """Read what the engine published; True once it is known."""
+        if self.facts or self.arena_path is None:
+            return bool(self.facts)
+        try:
+            self.arena = self.arena or ArenaReader(self.arena_path)
+            facts = self.arena.facts()
+            if facts is None:
+                return False
+            self.facts = facts
+            self.adapter = self.adapter or adapter_named(str(facts.get("engine")))
+            self.key = self.adapter.key(facts)
+        except (ArenaError, EngineError) as error:
+            _LOG.warning("event=facts worker=%s epoch=%d error=%s", self.worker, self.number, error)
+            return bool(self.facts)
+        return True
+
+
+@dataclass(slots=True)
+class Worker:
+    """A worker and its epochs: the current one, and older ones that sessions may still need."""
+
+    name: str
+    url: str
+    state: WorkerState = WorkerState.STOPPED
+    text: str = ""
+    pid: int | None = None
+    current: Epoch | None = None
+    older: list[Epoch] = field(default_factory=list)
+    restart_count: int = 0
+
+
+class Workers:
+    """All workers of this sidecar."""
+
+    def __init__(self, *, let_go: Callable[[Epoch], None]) -> None:
+        self._workers: dict[str, Worker] = {}
+        self._let_go = let_go
+
+    def add(self, name: str, url: str) -> Worker:
+        """A worker that was configured."""
+        self._workers[name] = worker = Worker(name, url)
+        return worker
+
+    def get(self, name: str) -> Worker:
+        """A worker by name."""
+        return self._workers[name]
+
+    def all(self) -> list[Worker]:
+        """In the order of their configuration."""
+        return list(self._workers.values())
+
+    def begin_epoch(self, worker: Worker, number: int, arena_path: Path | None) -> Epoch:
+        """A new start; the epoch before is kept for its sessions, and offered for adoption."""
+        before = worker.current
+        if before is not None:
+            before.dead = True
+            worker.older.append(before)
+            worker.restart_count += 1
+        adopt = next((e for e in reversed(worker.older) if e.pools), None)
+        worker.current = Epoch(worker.name, number, arena_path, adopt=adopt)
+        return worker.current
+
+    def became(self, worker: Worker, state: WorkerState, text: str = "", pid: int | None = None) -> None:
+        """A worker's new state."""
+        worker.state, worker.text, worker.pid = state, text, pid
+        if worker.current is not None:
+            if state is WorkerState.READY:
+                worker.current.learn()
+                self.sweep(worker)
+            elif state in (WorkerState.DEAD, WorkerState.FAILED, WorkerState.STOPPED):
+                worker.current.learn()
+                worker.current.dead = True
+
+    def ready(self) -> list[Worker]:
+        """Workers that can take sessions."""
+        return [w for w in self._workers.values() if w.state is WorkerState.READY and w.current is not None]
+
+    def coming(self) -> bool:
+        """Whether a worker that is not ready may become so."""
+        hopeful = (WorkerState.STARTING, WorkerState.RESTARTING, WorkerState.DEAD)
+        return any(w.state in hopeful for w in self._workers.values())
+
+    def candidates(self) -> list[Candidate]:
+        """The ready workers, as the choice sees them."""
+        return [_candidate(w.current) for w in self.ready() if w.current is not None and (w.current.learn() or True)]
+
+    def assign(self, session: SessionId, epoch: Epoch) -> None:
+        """A session runs on, or still needs, an epoch."""
+        epoch.sessions.add(session)
+
+    def unassign(self, session: SessionId, epoch: Epoch) -> None:
+        """A session needs an epoch no more."""
+        epoch.sessions.discard(session)
+        if epoch.dead:
+            self.sweep(self._workers[epoch.worker])
+
+    def sweep(self, worker: Worker) -> None:
+        """Let go of epochs that nobody needs: a dead pool costs the memory that the next one lacks."""
+        current = worker.current
+        for epoch in list(worker.older):
+            # An engine that is still starting may be adopting from this arena.
+            adopting = current is not None and current.adopt is epoch and worker.state not in SETTLED
+            if not epoch.sessions and not adopting:
+                worker.older.remove(epoch)
+                self._release(epoch)
+        over = worker.state in (WorkerState.FAILED, WorkerState.STOPPED)
+        if current is not None and current.dead and over and not current.sessions:
+            self._release(current)
+            worker.current = None
+
+    def _release(self, epoch: Epoch) -> None:
+        try:
+            self._let_go(epoch)
+        except MidstreamError as error:
+            _LOG.warning("event=let_go worker=%s epoch=%d error=%s", epoch.worker, epoch.number, error)
+        if epoch.arena is not None:
+            epoch.arena.close()
+            epoch.arena = None
+        if epoch.arena_path is not None:
+            epoch.arena_path.unlink(missing_ok=True)
+
+
+def _candidate(epoch: Epoch) -> Candidate:
+    adopted = epoch.adopt.id if epoch.adopt is not None and epoch.facts.get("adopted") else None
+    return Candidate(
+        epoch.worker,
+        epoch.number,
+        epoch.key,
+        len(epoch.sessions),
+        int(epoch.facts.get("max_sessions") or SESSIONS_MAX_UNKNOWN),
+        adopted,
+    )
