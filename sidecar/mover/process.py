@@ -107,7 +107,6 @@ async def _serve(options: argparse.Namespace, listener: socket.socket, store: Di
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        sources.close()
 
 
 async def _told_to_end(parent_pid: int | None) -> None:

@@ -56,22 +56,15 @@ class Sources:
         arena = self._open(path)
         if arena.pool is None:
             arena.pool = await self._map(path, _pool_name(path, arena.reader))
+            self._unmap_unused()
         return arena.pool
 
     def release(self, path: Path) -> bool:
         """Let go of an arena, and of its pool when no other arena uses it; False if it was not open."""
+        # Not closed but let go: a restore that still uses it can give its answer.
         arena = self._arenas.pop(path, None)
-        if arena is None:
-            return False
-        arena.reader.close()
-        if arena.pool is not None and all(other.pool is not arena.pool for other in self._arenas.values()):
-            self._pools.pop(arena.pool.name, None)
-        return True
-
-    def close(self) -> None:
-        """Let go of everything."""
-        for path in list(self._arenas):
-            self.release(path)
+        self._unmap_unused()
+        return arena is not None
 
     @property
     def arena_count(self) -> int:
@@ -82,6 +75,11 @@ class Sources:
     def pool_count(self) -> int:
         """How many pools are mapped."""
         return len(self._pools)
+
+    def _unmap_unused(self) -> None:
+        used = {arena.pool.name for arena in self._arenas.values() if arena.pool is not None}
+        for name in self._pools.keys() - used:
+            del self._pools[name]
 
     def _open(self, path: Path) -> _Arena:
         known = self._arenas.get(path)

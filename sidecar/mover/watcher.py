@@ -144,6 +144,8 @@ class Watcher:
             # It ended, or was given other blocks, while it was looked at; the next turn sees what it is now.
             self._counters.sums_dropped += len(due)
             return
+        if owner[0] not in self._workers:
+            return
         if due:
             self._sums.add(owner, covered.table.generation, first, values)
             self._counters.blocks_summed += len(due)
