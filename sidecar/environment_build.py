@@ -1,8 +1,8 @@
 """Builds what is costly once, in a cache folder that many runs share.
 
-Owns the lock, the stamp and the calls of pip. Invariant: a folder that carries its stamp is complete; one that does not is
-removed and built anew; of several who want the same, one builds and the others wait. Virtual environments cannot be moved,
-so they are built where they stay, and the stamp comes last. Which packages from where is pip's own configuration.
+Owns the lock, the stamp and the calls of pip. Invariant: a folder that carries its stamp is complete; one that does not
+is removed and built anew; of several who want the same, one builds and the others wait. Virtual environments cannot be
+moved, so they are built where they stay, and the stamp comes last. Where packages come from is pip's own configuration.
 """
 
 import fcntl

