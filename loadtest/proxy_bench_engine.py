@@ -11,6 +11,7 @@ import asyncio
 import json
 import resource
 import time
+from typing import cast
 
 import uvloop
 
@@ -40,10 +41,10 @@ class _Stream(asyncio.Protocol):
         self._paused = self._closed = self._waiting = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-        assert isinstance(transport, asyncio.Transport)
-        transport.set_write_buffer_limits(high=16384)
-        self._write = transport.write
+        # uvloop's transports are not derived from asyncio's.
+        writable = cast(asyncio.Transport, transport)
+        writable.set_write_buffer_limits(high=16384)
+        self._write = writable.write
 
     def connection_lost(self, error: Exception | None) -> None:
         self._closed = True

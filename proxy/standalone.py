@@ -35,9 +35,12 @@ class OneWorker:
         """Nobody can."""
         raise Refused("no_standby", f"the only worker was lost ({reason}): send the request again")
 
-    def resumed(self, facts: SessionFacts, placement: Placement, gap_s: float) -> Outcome:
+    def resumed(self, facts: SessionFacts, placement: Placement, gap_s: float) -> None:
         """Never called: nothing is taken over."""
-        raise NotImplementedError
+
+    def outcome(self, facts: SessionFacts) -> Outcome | None:
+        """Nothing is taken over."""
+        return None
 
     def mismatched(self, facts: SessionFacts, placement: Placement, text: str) -> None:
         """Nothing to note."""
