@@ -1,7 +1,7 @@
 """What the proxy needs from whoever knows the workers.
 
-The proxy holds streams; the coordinator (sidecar/) decides where a session runs, what was journaled, and where it goes on.
-Only types and the contract live here, so that the proxy can be tested against a scripted coordinator.
+The proxy holds streams; the coordinator (sidecar/) decides where a session runs, what was journaled, and where it goes
+on. Only types and the contract live here, so that the proxy can be tested against a scripted coordinator.
 """
 
 import asyncio
@@ -81,10 +81,15 @@ class Coordinator(Protocol):
         """
         ...
 
-    def resumed(self, facts: SessionFacts, placement: Placement, gap_s: float) -> Outcome:
-        """The first token past what the client had was sent, `gap_s` seconds after the interruption.
+    def resumed(self, facts: SessionFacts, placement: Placement, gap_s: float) -> None:
+        """The first token past what the client had was sent, `gap_s` seconds after the interruption."""
+        ...
 
-        Returns what the takeover came to, by what the worker's engine reports of itself.
+    def outcome(self, facts: SessionFacts) -> Outcome | None:
+        """What the session's takeovers came to: its least exact one; None when there was none.
+
+        What an engine reports of itself decides; ask when the stream is over, for a first token that was only
+        journaled can be sent before its engine has its KV.
         """
         ...
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ..session.errors import Refused
 from .coordinator import Coordinator, Placement, Reason, SessionFacts
-from .report import Report
+from .report import report
 
 
 class Failover:
@@ -22,7 +22,7 @@ class Failover:
         self._takeovers = 0
         self._since_s: float | None = None
         self._ended = False
-        self.report = Report()
+        self._gaps_s: list[float] = []
 
     @property
     def pending(self) -> bool:
@@ -49,7 +49,12 @@ class Failover:
         if self._since_s is None:
             return
         gap_s, self._since_s = time.monotonic() - self._since_s, None
-        self.report = self.report.after(self._coordinator.resumed(self._facts, placement, gap_s), gap_s)
+        self._gaps_s.append(gap_s)
+        self._coordinator.resumed(self._facts, placement, gap_s)
+
+    def report(self) -> str:
+        """What happened, for a client that asked; call it when the stream is over."""
+        return report(self._coordinator.outcome(self._facts), self._gaps_s)
 
     def ended(self, ending: str) -> None:
         """The session is over."""

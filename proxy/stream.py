@@ -190,7 +190,7 @@ class StreamHandler:
             return self._whole_answer
         response = self._response or await self._prepare(self._own_headers())
         if self._generation.wants_report:
-            await response.write(encode_comment(self._failover.report.comment()))
+            await response.write(encode_comment(self._failover.report()))
         await response.write_eof()
         return response
 

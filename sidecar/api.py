@@ -1,4 +1,4 @@
-"""The sidecar's own HTTP routes: health, readiness, metrics, and what is going on. Beside them the proxy serves the rest."""
+"""The sidecar's own HTTP routes: health, readiness, metrics, and what is going on. The proxy serves all others."""
 
 from collections.abc import Callable
 from typing import Any

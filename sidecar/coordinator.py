@@ -35,6 +35,8 @@ RETRY_AFTER_S = 2
 SUSPECT_S = 3.0
 # How often a waiting takeover looks again even if nothing was announced.
 LOOK_AGAIN_S = 0.5
+CONCLUDE_EVERY_S = 0.01
+LEAST_EXACT_FIRST = (Outcome.REFUSED, Outcome.RESTARTED, Outcome.RECOMPUTED, Outcome.EXACT)
 
 
 class Mover(Protocol):
@@ -107,6 +109,8 @@ class Record:
     suspects: dict[tuple[str, int], float] = field(default_factory=dict)
     restore: "asyncio.Task[RestoreResult] | None" = None
     verify_failed: bool = False
+    gap_s: float | None = None
+    concluding: "asyncio.Task[None] | None" = None
 
 
 class SidecarCoordinator:
@@ -132,6 +136,8 @@ class SidecarCoordinator:
         self._finishing: set[asyncio.Task[None]] = set()
         self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY_MAX)
         self._changed = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
         self.draining = False
 
     # ---- told by the daemon
@@ -163,6 +169,7 @@ class SidecarCoordinator:
         place = Place(facts.session, worker.current, tracker.generation)
         record = Record(facts, tracker, place, place, _future(), time.monotonic())
         self._records[facts.session] = record
+        self._idle.clear()
         self._workers.assign(facts.session, worker.current)
         return Placement(worker.name, worker.url, Marker(facts.session, tracker.generation), record.interrupted)
 
@@ -171,6 +178,7 @@ class SidecarCoordinator:
     ) -> Placement:
         """Where the session goes on; waits for a worker to come up."""
         record = self._records[facts.session]
+        self._conclude(record, over=True)
         record.tracker = record.tracker.interrupted(reason.value)
         self._stop_restore(record)
         await self._settle_source(record)
@@ -196,10 +204,34 @@ class SidecarCoordinator:
             ) from None  # fmt: skip
         return self._place(record, chosen)
 
-    def resumed(self, facts: SessionFacts, placement: Placement, gap_s: float) -> Outcome:
-        """The new owner delivered: say what the failover came to."""
+    def resumed(self, facts: SessionFacts, placement: Placement, gap_s: float) -> None:
+        """The new owner's stream went on; what the failover came to is known when its engine has reported."""
         record = self._records[facts.session]
+        record.gap_s = gap_s
+        if not self._conclude(record):
+            record.concluding = asyncio.create_task(self._conclude_later(record))
+
+    def outcome(self, facts: SessionFacts) -> Outcome | None:
+        """The session's least exact takeover."""
+        record = self._records[facts.session]
+        self._conclude(record, over=True)
+        known = {f.outcome for f in record.tracker.failovers}
+        return next((o for o in LEAST_EXACT_FIRST if o.value in known), None)
+
+    async def _conclude_later(self, record: Record) -> None:
+        deadline = time.monotonic() + 2 * self._settings.load_timeout_s
+        # Shared memory makes no noise: whoever waits for a word in it has to look.
+        while not self._conclude(record, over=time.monotonic() > deadline):  # noqa: ASYNC110
+            await asyncio.sleep(CONCLUDE_EVERY_S)
+
+    def _conclude(self, record: Record, *, over: bool = False) -> bool:
+        """Say what the last failover came to, if it is known; `over`: there is nothing more to wait for."""
+        if record.gap_s is None:
+            return True
         slot = record.owner.slot()
+        if not (over or _has_settled(record, slot)):
+            return False
+        gap_s, record.gap_s = record.gap_s, None
         outcome, failed = _outcome(record, slot, gap_s)
         record.tracker = record.tracker.resumed(failed)
         if record.source is not record.owner:
@@ -212,11 +244,11 @@ class SidecarCoordinator:
         _LOG.info(
             "event=resumed session=%s worker=%s generation=%d reason=%s outcome=%s tier=%s cut=%d lag=%d "
             "gap_ms=%.1f kv_tokens_loaded=%d tokens_recomputed=%d detail=%s",
-            facts.session, failed.worker, record.owner.generation, failed.reason, outcome.value, failed.tier,
+            record.facts.session, failed.worker, record.owner.generation, failed.reason, outcome.value, failed.tier,
             failed.cut, failed.lag, failed.gap_ms, failed.kv_tokens_loaded, failed.tokens_recomputed,
             failed.detail or "-",
         )  # fmt: skip
-        return outcome
+        return True
 
     def mismatched(self, facts: SessionFacts, placement: Placement, text: str) -> None:
         """A worker's replay is not what was journaled."""
@@ -231,7 +263,12 @@ class SidecarCoordinator:
         record = self._records.pop(facts.session, None)
         if record is None:
             return
+        if not self._records:
+            self._idle.set()
+        self._conclude(record, over=True)
         self._stop_restore(record)
+        if record.concluding is not None:
+            record.concluding.cancel()
         if record.tracker.state is not SessionState.REFUSED:
             record.tracker = record.tracker.ended(SessionState(ending))
         for epoch in {id(p.epoch): p.epoch for p in (record.owner, record.source)}.values():
@@ -262,6 +299,10 @@ class SidecarCoordinator:
     def open_count(self) -> int:
         """Sessions in flight."""
         return len(self._records)
+
+    async def idle(self) -> None:
+        """Returns when no session is in flight."""
+        await self._idle.wait()
 
     def states(self) -> dict[str, int]:
         """How many sessions are in which state."""
@@ -464,6 +505,15 @@ def _output_max(body: dict[str, Any]) -> int | None:
 def _wants_logprobs(body: dict[str, Any]) -> bool:
     logprobs = body.get("logprobs")
     return logprobs is not None and logprobs is not False
+
+
+def _has_settled(record: Record, slot: Slot | None) -> bool:
+    """Whether the new owner's engine has said all about its KV that it will say."""
+    if slot is None or record.plan is None or not record.plan.outputs or record.plan.finish:
+        return True
+    if slot.state is not SlotState.LIVE or slot.loaded + slot.recomputed > 0:
+        return True
+    return len(record.owner.journal(slot)) > slot.resumed
 
 
 def _outcome(record: Record, slot: Slot | None, gap_s: float) -> tuple[Outcome, Failed]:

@@ -115,9 +115,8 @@ class _Daemon:
     async def _drain(self) -> None:
         """No new sessions; running ones may end, for as long as an engine may take to stop."""
         self._coordinator.draining = True
-        deadline = asyncio.get_running_loop().time() + self._settings.supervise.stop_timeout_s
-        while self._coordinator.open_count and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.05)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._coordinator.idle(), self._settings.supervise.stop_timeout_s)
 
     async def _stop_engines(self) -> None:
         await asyncio.gather(*(s.stop() for s in self._supervised.values()))

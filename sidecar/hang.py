@@ -1,7 +1,7 @@
 """Tells a hung engine from a slow session: has anything at all been journaled on that epoch lately?
 
-A stalled stream alone proves nothing of its engine. An epoch on which sessions are live and none of them got a token for
-a while is hung, whatever its health check says.
+A stalled stream alone proves nothing of its engine. An epoch on which sessions are live and none of them got a token
+for a while is hung, whatever its health check says.
 """
 
 import asyncio

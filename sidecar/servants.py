@@ -1,7 +1,8 @@
 """The two helpers of a sidecar, kept running: the holder, which outlives it, and the mover, which does not.
 
 A holder that died has lost its descriptors, not the memory: live engines still map their pools, so a new holder gets
-them again from there. A mover that died has lost its checksums and mappings; it is started again and told what to watch.
+them again from there. A mover that died has lost its checksums and mappings; it is started again and told what to
+watch.
 """
 
 import asyncio
@@ -41,7 +42,7 @@ class HolderKeeper:
         if await asyncio.to_thread(self._answers):
             return
         # Of its own session and without a death signal: it must outlive this process.
-        self._process = subprocess.Popen(
+        self._process = subprocess.Popen(  # noqa: ASYNC220 - a fork, once
             [sys.executable, "-m", "midstream.sidecar.holder", "--socket", str(self.socket)],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -130,7 +131,8 @@ class MoverKeeper:
         if self._process is not None and self._process.poll() is None:
             return
         self.restarts += 1
-        self._process = subprocess.Popen(
+        # Not in a worker thread: the death signal is tied to the thread that forks.
+        self._process = subprocess.Popen(  # noqa: ASYNC220
             self._command, stdin=subprocess.DEVNULL, preexec_fn=dies_with_parent(signal.SIGTERM)
         )
         deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S

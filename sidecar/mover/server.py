@@ -33,7 +33,7 @@ class Server:
     def __init__(self, handlers: dict[Op, Handler], counters: Counters) -> None:
         self._handlers = handlers
         self._counters = counters
-        self._connections = 0
+        self._connections: set[asyncio.Task[None]] = set()
         self._requests: set[asyncio.Task[None]] = set()
 
     async def serve(self, listener: socket.socket) -> None:
@@ -43,24 +43,31 @@ class Server:
             async with server:
                 await server.serve_forever()
         finally:
-            for task in self._requests:
-                task.cancel()
-            await asyncio.gather(*self._requests, return_exceptions=True)
+            # Requests first: a cancelled restore still answers its engine.
+            for tasks in (self._requests, self._connections):
+                for task in list(tasks):
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._connections += 1
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = peer_uid(writer.get_extra_info("socket"))
+        if peer != os.getuid() or len(self._connections) >= CONNECTIONS_MAX:
+            self._counters.requests_refused += 1
+            writer.close()
+            return
+        task = asyncio.create_task(self._serve_connection(reader, writer))
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+
+    async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         mine: set[asyncio.Task[None]] = set()
         try:
-            peer = peer_uid(writer.get_extra_info("socket"))
-            if peer == os.getuid() and self._connections <= CONNECTIONS_MAX:
-                await self._read(reader, _Answers(writer), mine)
+            await self._read(reader, _Answers(writer), mine)
         except (OSError, asyncio.IncompleteReadError):
             # The client left; what it asked for goes on, for the engines that wait for it.
-            pass
-        finally:
-            self._connections -= 1
             if mine:
                 await asyncio.wait(mine)
+        finally:
             writer.close()
 
     async def _read(self, reader: asyncio.StreamReader, answers: "_Answers", mine: set[asyncio.Task[None]]) -> None:

@@ -318,8 +318,8 @@ async def test_a_destination_that_gives_up_while_it_is_served_gets_no_more_bytes
     assert new.right([*PROMPT, 100], range(7), [5, 6]) == []
 
 
-async def test_a_mover_that_is_told_to_end_answers_the_engines_that_wait(
-    processes: Processes, mover: MoverClient, old: Worker, new: Worker, tmp_path: Path
+async def test_a_mover_that_is_told_to_end_does_so_in_good_order(
+    processes: Processes, mover: MoverClient, old: Worker, new: Worker
 ) -> None:
     old.run(SESSION, PROMPT, [100, 101], [1, 2])
     task = asyncio.create_task(restore(mover, old, new, 5.0))

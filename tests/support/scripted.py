@@ -236,6 +236,7 @@ class ScriptedCoordinator:
     def __init__(self, *engines: ScriptedEngine) -> None:
         self.engines = engines
         self.calls: list[tuple[Any, ...]] = []
+        self._outcome: Outcome | None = None
         self.placements: list[Placement] = []
         self.takeover_wait_s = 0.0
         self.refusal: Refused | None = None
@@ -282,13 +283,18 @@ class ScriptedCoordinator:
         expected = self.lie if self.lie is not None else journal
         return self._place(facts, Marker(facts.session, generation, resume), expected)
 
-    def resumed(self, facts: SessionFacts, placement: Placement, gap_s: float) -> Outcome:
+    def resumed(self, facts: SessionFacts, placement: Placement, gap_s: float) -> None:
         """Note it."""
         self.calls.append(("resumed", gap_s))
         resume = placement.marker.resume
         if resume is None:
-            return Outcome.RESTARTED if not placement.expected else Outcome.RECOMPUTED
-        return Outcome.RECOMPUTED if resume.kv is KvSource.NONE else Outcome.EXACT
+            self._outcome = Outcome.RESTARTED if not placement.expected else Outcome.RECOMPUTED
+        else:
+            self._outcome = Outcome.RECOMPUTED if resume.kv is KvSource.NONE else Outcome.EXACT
+
+    def outcome(self, facts: SessionFacts) -> Outcome | None:
+        """Of the last takeover."""
+        return self._outcome
 
     def mismatched(self, facts: SessionFacts, placement: Placement, text: str) -> None:
         """Note it."""

@@ -1,0 +1,65 @@
+# Everything from a clean clone: `make demo`, `make test`. Needs Python 3.11 or newer, and nothing else.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+ENGINE ?= transformers
+# The first interpreter that is new enough; PYTHON=... names another.
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null && { echo "$$p"; break; }; done)
+
+BIN := .venv/bin
+READY := .venv/.ready
+TIMES := --durations=10 --durations-min=2
+# Prints the path of an engine's environment or of a model, building it first if need be.
+ENSURE := $(BIN)/python -m midstream.sidecar.environments ensure
+
+.PHONY: help demo test test-fast lint bench soak clean
+
+help:
+	@echo 'make demo [ENGINE=vllm]  a streamed answer survives the kill of its worker'
+	@echo 'make test                lint, types, all tests, both engines for real'
+	@echo 'make test-fast           the same without engines, under a minute'
+	@echo 'make lint                lint and types alone'
+	@echo 'make bench               what the proxy costs'
+	@echo 'make soak                many kills in a row on both engines'
+
+# Set-up goes by what the project asks for: a change of pyproject.toml makes it run again.
+$(READY): pyproject.toml
+	@test -n "$(PYTHON)" || { echo 'midstream needs Python 3.11 or newer; name it with make PYTHON=/path/to/python3.11'; exit 1; }
+	@echo 'setting up .venv'
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[sidecar]' --group dev
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/midstream demo --engine $(ENGINE) $(DEMO)
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+test-fast: lint
+	$(BIN)/pytest -q -m 'not engine and not vllm and not gpu' $(TIMES) $(TESTS)
+
+test: lint
+	@echo 'engines: the first time this takes some minutes and about 6 GB'
+	@export MIDSTREAM_TEST_TRANSFORMERS_PYTHON="$$($(ENSURE) transformers)"
+	export MIDSTREAM_TEST_TINY_MODEL="$$($(ENSURE) tiny-model)"
+	export MIDSTREAM_TEST_MODEL="$$($(ENSURE) model)"
+	export MIDSTREAM_TEST_VLLM_PYTHON="$$($(ENSURE) vllm)"
+	$(BIN)/pytest -v -ra -m 'not gpu' $(TIMES) $(TESTS)
+
+bench: $(READY)
+	$(BIN)/python -m midstream.loadtest.proxy_bench $(BENCH)
+
+soak: $(READY)
+	$(BIN)/python -m midstream.loadtest.soak $(SOAK)
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+.ONESHELL:
