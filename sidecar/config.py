@@ -101,7 +101,8 @@ class Restore(_Part, frozen=True):
         str,
         Meta(
             pattern="^(none|(in-place|held|disk)(,(in-place|held|disk))*)$",
-            description="Where KV may come from: some of in-place,held,disk, or none.",
+            title="some of in-place,held,disk with commas between, or none",
+            description="Where KV may come from; without one of them a session is recomputed.",
         ),
     ] = "in-place,held,disk"
 
@@ -193,6 +194,8 @@ def description(kind: object) -> str:
 def expected(kind: object) -> str:
     """The values that a setting may have, in words: `int in 1..64`, `float > 0 and <= 3600`, `"text" or "json"`."""
     base = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    if titles := [m.title for m in _metas(kind) if m.title]:
+        return titles[0]  # said in words, where a pattern would be hard to read
     if get_origin(base) is Literal:
         return " or ".join(f'"{word}"' for word in get_args(base))
     if base == tuple[WorkerUrl, ...]:
