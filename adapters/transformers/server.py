@@ -1,307 +1,21 @@
 """The embedded engine as a process: `python -m midstream.adapters.transformers.server --model DIR --port N`.
 
-Owns the wiring: arguments and environment, the pool and who keeps it, the arena, the signals. Everything that can be
-wrong is found before the port is open, so a server that answers is one that serves. What belongs to snapshots (arena,
-holder, the old pool) never keeps it from serving.
+Owns arguments, the port and the exit status. The port is taken first and torch imported last, so that what is plainly
+wrong is said at once; connections are refused until everything behind them is ready.
 """
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
-import time
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from aiohttp import web
-
-from ...session.arena_writer import ArenaWriter
 from ...session.errors import EngineError, MidstreamError
-from ...session.held import HolderClient, create_host_pool, map_pool
-from ...session.layout import PoolLayout, PoolMeta
-from .adopt import OldPool, Reservations, find_old_pool
-from .api import Api, Served
-from .engine import LOAD_TIMEOUT_S, Engine, Job, Limits
-from .extents import Extents
-from .identity import compatibility_key
-from .kv import KvPool
-from .model import DTYPES, Model
-from .output import Output
-from .recording import Recorder
-from .sampling import Sampler, seed_of_session
-from .text import Text
 
-FACTS_VERSION = 1
-POOL_BYTES_MAX = 4 * 1024**3
-LAST_WORDS_S = 3.0
-
-log = logging.getLogger("midstream.transformers")
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What a sidecar tells the engine through its environment; all of it may be absent."""
-
-    arena: Path | None
-    holder: Path | None
-    adopt: Path | None
-    worker: str
-    epoch: int
-    load_timeout_s: float
-
-    @classmethod
-    def of_environment(cls) -> "Surroundings":
-        """Read MIDSTREAM_* variables. EngineError names one that is wrong."""
-        env = os.environ
-        try:
-            epoch = int(env.get("MIDSTREAM_EPOCH") or 1)
-            load_timeout_s = float(env.get("MIDSTREAM_LOAD_TIMEOUT_S") or LOAD_TIMEOUT_S)
-        except ValueError as error:
-            raise EngineError(f"MIDSTREAM_EPOCH and MIDSTREAM_LOAD_TIMEOUT_S must be numbers: {error}") from error
-        return cls(
-            _path(env.get("MIDSTREAM_ARENA")),
-            _path(env.get("MIDSTREAM_HOLDER")),
-            _path(env.get("MIDSTREAM_ADOPT")),
-            env.get("MIDSTREAM_WORKER") or "transformers",
-            epoch,
-            load_timeout_s,
-        )
-
-    @property
-    def pool_name(self) -> str:
-        """The name of this epoch's pool with the holder."""
-        return f"{self.worker}/{self.epoch}/0"
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedPool:
-    """The pool, and what the arena's facts say of it."""
-
-    pool: KvPool
-    names: tuple[str, ...]
-    old: OldPool | None = None
-
-
-class Placement:
-    """Puts a pool where it outlives this process, if there is somebody to keep it."""
-
-    def __init__(self, around: Surroundings, model: Model, layout: PoolLayout, key: dict[str, Any]) -> None:
-        self._around = around
-        self._model = model
-        self._layout = layout
-        self._key = key
-
-    def place(self) -> PlacedPool:
-        """The old pool if it fits, else a new one. PoolError only when there is no memory at all."""
-        if self._model.device.type != "cpu":
-            pool = KvPool.on_device(self._model.device, self._model.kv_shape, self._layout)
-            return PlacedPool(pool, ())
-        old = self._old()
-        size_bytes = self._layout.end
-        fd = create_host_pool(size_bytes) if old is None else old.fd
-        pool = KvPool.over(map_pool(fd, size_bytes), self._model.kv_shape, self._layout)
-        return PlacedPool(pool, self._held(fd, old), old)
-
-    def _old(self) -> OldPool | None:
-        around = self._around
-        if around.adopt is None or around.holder is None:
-            return None
-        try:
-            return find_old_pool(around.adopt, HolderClient(around.holder), self._layout, self._key)
-        except MidstreamError as error:
-            log.warning("event=not_adopted arena=%s reason=%s", around.adopt, error)
-            return None
-
-    def _held(self, fd: int, old: OldPool | None) -> tuple[str, ...]:
-        """Give the pool to the holder. A holder that is down is no reason not to name it: it can be given later."""
-        around = self._around
-        if around.holder is None:
-            return ()
-        owner = {"pid": os.getpid(), "fd": fd, "adopted_from": None if old is None else old.name}
-        meta = PoolMeta(self._layout.end, self._layout, self._layout.fingerprint(), owner)
-        try:
-            HolderClient(around.holder).put(around.pool_name, fd, meta.to_json())
-        except MidstreamError as error:
-            log.warning("event=pool_not_held pool=%s reason=%s", around.pool_name, error)
-            return ()
-        return (around.pool_name,)
-
-
-class PooledModel:
-    """The engine's Runner: the model over the pool."""
-
-    def __init__(self, model: Model, pool: KvPool) -> None:
-        self.forward = model.forward
-        self.cache = pool.cache
-
-
-class Server:
-    """One engine process."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        torch.set_num_threads(args.threads)
-        self._args = args
-        self._around = Surroundings.of_environment()
-        self._listener = _bound(args.host, args.port)
-        folder = Path(args.model)
-        self._model = Model(folder, dtype=args.dtype, device=args.device)
-        self._text = Text(folder)
-        layout = self._layout()
-        key = compatibility_key(
-            folder=folder,
-            model=self._model,
-            layout_fingerprint=layout.fingerprint(),
-            block_tokens=args.block_tokens,
-            threads=args.threads,
-            dtype=args.dtype,
-        )
-        placed = Placement(self._around, self._model, layout, key).place()
-        self._extents = Extents(layout.block_count)
-        self._reservations = self._reserved(placed.old)
-        arena = self._open_arena()
-        self._recorder = Recorder(arena)
-        self._publish(arena, placed, key)
-        self._engine = self._make_engine(placed.pool)
-        self._served = Served(
-            args.served_model_name or folder.name,
-            transformers.__version__,
-            int(time.time()),
-            self._model.context_tokens,
-            self._model.vocab_size,
-        )
-
-    async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT, then finish what runs, within `--grace-seconds`; a second signal ends it."""
-        loop = asyncio.get_running_loop()
-        asked = asyncio.Event()
-        at_once = asyncio.Event()
-
-        def on_signal() -> None:
-            (at_once if asked.is_set() else asked).set()
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, on_signal)
-        api = Api(self._engine, self._text, self._served, self._reservations)
-        runner = web.AppRunner(
-            api.application(), handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WORDS_S
-        )
-        await runner.setup()
-        self._engine.start()
-        await web.SockSite(runner, self._listener, backlog=1024).start()
-        host, port = self._listener.getsockname()[:2]
-        log.info("event=ready model=%s host=%s port=%d pid=%d", self._served.name, host, port, os.getpid())
-        await asked.wait()
-        api.draining = True
-        log.info("event=draining sessions=%d grace_s=%g", self._engine.open_count, self._args.grace_seconds)
-        await self._until_idle(self._args.grace_seconds, at_once)
-        self._engine.abort_all()
-        await self._until_idle(LAST_WORDS_S, at_once)
-        await runner.cleanup()
-        self._engine.stop()
-        self._text.close()
-        self._recorder.close()
-        log.info("event=stopped")
-
-    async def _until_idle(self, limit_s: float, at_once: asyncio.Event) -> None:
-        deadline_s = time.monotonic() + limit_s
-        while self._engine.open_count and time.monotonic() < deadline_s and not at_once.is_set():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(at_once.wait(), 0.02)
-
-    def _layout(self) -> PoolLayout:
-        block_bytes = self._args.block_tokens * self._model.kv_shape.token_bytes
-        size_bytes = self._args.kv_cache_bytes or self._default_pool_bytes()
-        count = size_bytes // block_bytes
-        if count < 1:
-            raise EngineError(
-                f"--kv-cache-bytes {size_bytes} is below one block of {block_bytes} bytes; give more memory"
-            )
-        return self._model.kv_shape.layout(count, self._args.block_tokens)
-
-    def _default_pool_bytes(self) -> int:
-        """Room for every session at full length, as far as a quarter of the memory and POOL_BYTES_MAX allow."""
-        if self._model.device.type == "cuda":
-            memory = torch.cuda.mem_get_info(self._model.device)[0]
-        else:
-            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        wanted = self._args.max_sessions * self._model.context_tokens * self._model.kv_shape.token_bytes
-        return min(wanted, memory // 4, POOL_BYTES_MAX)
-
-    def _reserved(self, old: OldPool | None) -> Reservations:
-        """Keep the old sessions' blocks out of the free ones."""
-        if old is None:
-            return Reservations()
-        kept = tuple(r for r in old.reservations if self._extents.reserve(r.run))
-        log.info("event=adopted pool=%s sessions=%d of=%d", old.name, len(kept), len(old.reservations))
-        return Reservations(kept, now_s=time.monotonic())
-
-    def _open_arena(self) -> ArenaWriter | None:
-        if self._around.arena is None:
-            return None
-        try:
-            return ArenaWriter.open(self._around.arena)
-        except MidstreamError as error:
-            log.warning("event=no_arena reason=%s effect=serving_without_snapshots", error)
-            return None
-
-    def _publish(self, arena: ArenaWriter | None, placed: PlacedPool, key: dict[str, Any]) -> None:
-        facts = {
-            "v": FACTS_VERSION,
-            "engine": "transformers",
-            "engine_version": transformers.__version__,
-            "pid": os.getpid(),
-            "key": key,
-            "pools": list(placed.names),
-            "adopted": placed.old is not None,
-            "block_tokens": self._args.block_tokens,
-            "max_sessions": self._args.max_sessions,
-            "capabilities": {
-                "held": bool(placed.names),
-                "in_place": bool(placed.names),
-                "disk": bool(placed.names),
-                "seedless_resume": True,
-                "batch_invariant": True,
-            },
-        }
-        if arena is not None:
-            try:
-                arena.publish(facts)
-            except Exception as error:
-                self._recorder.failed("publish", error)
-
-    def _make_engine(self, pool: KvPool) -> Engine:
-        args, model = self._args, self._model
-
-        def make_sampler(job: Job) -> Sampler:
-            seed = seed_of_session(job.params.seed, job.name)
-            return Sampler(job.params, seed, job.prompt_ids, model.vocab_size, model.eos_ids)
-
-        def make_output(job: Job) -> Output:
-            decode = self._text.decoder(skip_special_tokens=job.params.skip_special_tokens)
-            return Output(job.params, job.max_tokens, model.eos_ids, decode, job.prompt_ids)
-
-        return Engine(
-            PooledModel(model, pool),
-            self._extents,
-            Limits(args.block_tokens, args.max_sessions, args.max_waiting, self._around.load_timeout_s),
-            make_sampler=make_sampler,
-            make_output=make_output,
-            recorder=self._recorder,
-            reservations=self._reservations,
-            # OpenMP counts threads for each thread that uses it, so the decode thread has to be told as well.
-            prepare_thread=lambda: torch.set_num_threads(args.threads),
-        )
-
-
-def _path(text: str | None) -> Path | None:
-    return Path(text) if text else None
+# What the kernel may buffer for a client that does not read: enough for a burst, little enough that the session stops.
+SEND_BUFFER_BYTES = 256 * 1024
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -309,6 +23,8 @@ def _bound(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Connections inherit it.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     try:
         listener.bind((host, port))
     except OSError as error:
@@ -333,7 +49,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=_at_least(0), default=8000, help="0 takes any free port (see the log)")
     parser.add_argument("--served-model-name", help="name for clients (default: the folder's)")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--kv-cache-bytes", type=_at_least(1), help="memory for keys and values")
     parser.add_argument("--block-tokens", type=_at_least(1), default=16)
@@ -353,9 +69,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run the server; 2 when it cannot start."""
     args = _arguments(argv)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO, stream=sys.stderr)
-    transformers.utils.logging.disable_progress_bar()
     try:
-        server = Server(args)
+        listener = _bound(args.host, args.port)
+        from .wiring import Server
+
+        server = Server(args, listener)
     except MidstreamError as error:
         print(f"midstream: {error}", file=sys.stderr)
         return 2

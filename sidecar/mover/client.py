@@ -118,25 +118,15 @@ class MoverClient:
         line = encode_line({"id": number, "op": op.value, **values})
         if len(line) > LINE_BYTES_MAX:
             raise MoverError(Reason.REQUEST, f"{op}: a request of {len(line)} bytes is too long")
-        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(within_s):
-                writer = await self._connection()
-                self._pending[number] = answer
-                writer.write(line)
-                await writer.drain()
-                reply = await answer
+                reply = await self._exchange(number, line)
         except TimeoutError:
             raise MoverError(
                 Reason.DEADLINE, f"mover at {self._path} did not answer {op} within {within_s:g} s; look at its log"
             ) from None
         except OSError as error:
             raise self._unreachable(error) from error
-        finally:
-            self._pending.pop(number, None)
-            if answer.done() and not answer.cancelled():
-                # Seen, so that nobody complains about it: the call itself has ended in another way.
-                answer.exception()
         # A restore that failed has figures of its own; a request that was refused has not.
         if reply.get("ok") is True or (failing and "seconds" in reply):
             return reply
@@ -146,13 +136,30 @@ class MoverClient:
             reason = Reason.INTERNAL
         raise MoverError(reason, str(reply.get("error", "refused without a reason")))
 
-    async def _connection(self) -> asyncio.StreamWriter:
+    async def _exchange(self, number: int, line: bytes) -> dict[str, Any]:
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._pending[number] = answer
+        try:
+            try:
+                await self._send(line)
+            except ConnectionError:
+                # The connection was to a mover that is gone, and it was not noticed yet: there may be a new one.
+                await self.close()
+                self._pending[number] = answer = asyncio.get_running_loop().create_future()
+                await self._send(line)
+            return await answer
+        finally:
+            self._pending.pop(number, None)
+            answer.cancel()
+
+    async def _send(self, line: bytes) -> None:
         async with self._connecting:
             if self._writer is None or self._reading is None or self._reading.done():
-                reader, writer = await asyncio.open_unix_connection(self._path, limit=LINE_BYTES_MAX)
-                self._writer = writer
-                self._reading = asyncio.create_task(self._read(reader, writer))
-            return self._writer
+                reader, self._writer = await asyncio.open_unix_connection(self._path, limit=LINE_BYTES_MAX)
+                self._reading = asyncio.create_task(self._read(reader, self._writer))
+            writer = self._writer
+        writer.write(line)
+        await writer.drain()
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         error: Exception = OSError("the connection was closed")

@@ -79,11 +79,9 @@ class Server:
                 self._counters.requests_refused += 1
                 await answers.send(_refusal(None, Reason.REQUEST, f"a line is longer than {LINE_BYTES_MAX} bytes"))
                 return
-            if len(self._requests) >= REQUESTS_MAX:
-                self._counters.requests_refused += 1
-                text = f"{REQUESTS_MAX} requests are under way; wait for their answers"
-                await answers.send(_refusal(_id_of(line), Reason.BUSY, text))
-                continue
+            if len(mine) >= REQUESTS_MAX:
+                # Not read any further: a client that asks too much waits, and nobody else does.
+                await asyncio.wait(mine, return_when=asyncio.FIRST_COMPLETED)
             task = asyncio.create_task(self._answer(line, answers))
             for tasks in (self._requests, mine):
                 tasks.add(task)
@@ -94,11 +92,7 @@ class Server:
         try:
             message = decode_line(line)
             number = _id(message)
-            handler = self._handlers.get(message.get("op"))  # type: ignore[arg-type]
-            if handler is None:
-                known = ", ".join(sorted(op.value for op in self._handlers))
-                raise MoverError(Reason.REQUEST, f"unknown op {message.get('op')!r:.40}; use one of {known}")
-            reply = {"id": number, "ok": True} | await handler(message)
+            reply = {"id": number, "ok": True} | await self._handler(message.get("op"))(message)
         except MoverError as error:
             self._counters.requests_refused += 1
             reply = _refusal(number, error.reason, str(error))
@@ -113,6 +107,12 @@ class Server:
             await answers.send(reply)
         except OSError as error:
             _log.info("answer not delivered: %s", error)
+
+    def _handler(self, op: object) -> Handler:
+        if not isinstance(op, str) or op not in self._handlers:
+            known = ", ".join(sorted(op.value for op in self._handlers))
+            raise MoverError(Reason.REQUEST, f"unknown op {op!r:.40}; use one of {known}")
+        return self._handlers[Op(op)]
 
 
 class _Answers:
@@ -143,10 +143,3 @@ def _id(message: dict[str, Any]) -> int | str | None:
     if number is None or (isinstance(number, int | str) and len(str(number)) <= 64):
         return number
     raise MoverError(Reason.REQUEST, "id must be a number or a string of at most 64 characters")
-
-
-def _id_of(line: bytes) -> int | str | None:
-    try:
-        return _id(decode_line(line))
-    except MoverError:
-        return None

@@ -1,6 +1,7 @@
 """The embedded engine's server, for real: what a client sees, alone and in company, and how it goes down."""
 
 import asyncio
+import io
 import json
 import math
 import socket
@@ -13,11 +14,11 @@ from typing import Any
 
 import aiohttp
 import pytest
-from support.embedded import Bench, Server, Worker, listen
 
 from midstream.session.arena import SlotState
 from midstream.session.ids import SessionId
 from midstream.session.marker import Marker
+from support.embedded import Bench, Server, Worker, listen
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(90)]
 
@@ -180,7 +181,7 @@ async def test_what_is_no_json_or_too_large_loses_nobody_else(worker: Worker, ht
         assert "not JSON" in (await response.json())["error"]["message"]
     async with http.post(f"{worker.url}/v1/completions", data=b"[" * 100_000) as response:
         assert response.status == 400
-    async with http.post(f"{worker.url}/v1/completions", data=b" " * (33 * 1024 * 1024)) as response:
+    async with http.post(f"{worker.url}/v1/completions", data=io.BytesIO(b" " * (33 * 1024 * 1024))) as response:
         assert response.status == 413
         assert "bytes" in (await response.json())["error"]["message"]
     assert (await other).answer == wanted.answer
