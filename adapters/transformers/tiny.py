@@ -43,7 +43,7 @@ _THIRDS = frozenset({0x8E, 0x92, 0x98})
 _FOURTHS = frozenset(range(0x80, 0xC0)) - _SECONDS - _THIRDS
 _PRINTABLE = frozenset({0x0A, *range(0x20, 0x7F)})
 # How much likelier an emoji is than another character.
-_EMOJI_BIAS = 6.0
+_EMOJI_BIAS = 12.0
 _AVERSION = 0.4
 
 
