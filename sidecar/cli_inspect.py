@@ -17,6 +17,8 @@ from .config import Settings
 
 _TIMEOUT_S = 5.0
 _ANSWER_BYTES_MAX = 64 << 20
+_WORKER_COLUMNS = ("name", "url", "state", "epoch", "pid", "sessions", "restarts")
+_SESSION_COLUMNS = ("session", "worker", "generation", "state", "tokens", "age_s", "path", "interruptions")
 _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}
 
 Url = Annotated[
@@ -32,11 +34,12 @@ def status(url: Url = None, as_json: AsJson = False, config: ConfigFile = None) 
         print(json.dumps(answer))
         return 0
     workers = [w for w in answer.get("workers", []) if isinstance(w, Mapping)]
-    show_table("Workers", ("name", "url", "state", "epoch", "pid", "sessions"), workers)
+    show_table("Workers", _WORKER_COLUMNS, workers)
+    for worker in workers:
+        show_facts(f"Worker {worker.get('name')}", {k: v for k, v in worker.items() if k not in _WORKER_COLUMNS})
     for part in ("holder", "mover"):
         show_facts(part.capitalize(), answer.get(part))
-    others = {k: v for k, v in answer.items() if k not in ("workers", "holder", "mover")}
-    show_facts("Sidecar", others)
+    show_facts("Sidecar", {k: v for k, v in answer.items() if k not in ("workers", "holder", "mover")})
     return 0
 
 
@@ -47,7 +50,7 @@ def sessions(url: Url = None, as_json: AsJson = False, config: ConfigFile = None
         print(json.dumps(answer))
         return 0
     rows = [_session_row(s) for s in answer.get("sessions", []) if isinstance(s, Mapping)]
-    show_table("Sessions", ("session", "worker", "generation", "state", "tokens", "interruptions"), rows)
+    show_table("Sessions", _SESSION_COLUMNS, rows)
     return 0
 
 
@@ -77,33 +80,42 @@ def ask(url: str, path: str) -> dict[str, Any]:
     return body
 
 
-def show_table(title: str, first: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows as a table: the columns of `first`, then whatever else the rows have."""
+def show_table(title: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows as a table of those columns that any row has."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    more = [key for row in rows for key in row if key not in first]
-    columns = [*first, *dict.fromkeys(more)]
-    table = Table(title=f"{title}: {len(rows)}" if rows else f"{title}: none", title_justify="left")
-    for column in columns if rows else ():
-        table.add_column(column)
+    console = Console(highlight=False)
+    console.print(f"[bold]{escape(title)}[/bold]: {len(rows) or 'none'}")
+    if not rows:
+        return
+    present = [column for column in columns if any(column in row for row in rows)]
+    # A narrow terminal breaks lines rather than words: an id that is cut off cannot be copied.
+    table = Table(*(escape(column) for column in present), box=None, pad_edge=True)
+    for column in table.columns:
+        column.overflow = "fold"
     for row in rows:
-        table.add_row(*(say(row.get(column)) for column in columns))
-    Console().print(table)
+        table.add_row(*(escape(say(row.get(column))) for column in present))
+    console.print(table)
 
 
 def show_facts(title: str, facts: object) -> None:
-    """Print an object as one line a field."""
+    """Print an object as one line a field; what is nothing or zero comes last, together."""
     from rich.console import Console
     from rich.markup import escape
 
-    console = Console()
-    console.print(f"[bold]{title}[/bold]")
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"[bold]{escape(title)}[/bold]")
     if not isinstance(facts, Mapping):
         console.print(f"  {escape(say(facts))}")
         return
+    empty = [str(key) for key, value in facts.items() if not value and not isinstance(value, bool)]
     for key, value in facts.items():
-        console.print(f"  {escape(str(key))}: {escape(say(value))}", highlight=False)
+        if str(key) not in empty:
+            console.print(f"  {escape(str(key))}: {escape(say(value))}")
+    if empty:
+        console.print(f"  none: {escape(', '.join(empty))}")
 
 
 def say(value: object) -> str:

@@ -34,7 +34,8 @@ def list_snapshots(store_dir: StoreDir = None, config: ConfigFile = None, as_jso
         return 0
     for row in rows:
         row["created_at"] = _moment(row["created_at"])
-    show_table("Snapshots", (), rows)
+    columns = ("snapshot", "session", "generation", "kv_len", "size_bytes", "created_at", "latest", "finished")
+    show_table("Snapshots", columns, rows)
     return 0
 
 

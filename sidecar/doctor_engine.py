@@ -155,7 +155,8 @@ def _carries_plugin(worker: Mapping[str, Any]) -> Check:
     return warn(
         name,
         "is ready, but shows no sign of the plugin: its sessions can only be recomputed",
-        "start it through `midstream run`, or with the variables that `midstream serve` prints",
+        "start it through `midstream run`; or, beside `midstream serve`, with the plugin, MIDSTREAM_STATE_DIR and "
+        "MIDSTREAM_WORKER",
     )
 
 

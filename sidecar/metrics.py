@@ -7,7 +7,7 @@ names of configured workers, never from what a client sends, so the number of se
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -22,6 +22,8 @@ class Metrics:
     """The metrics of one sidecar, in a registry of their own."""
 
     def __init__(self) -> None:
+        # A second series for each counter, which says when it was made, is of no use here.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._mover = _MoverStatus()
         self.registry.register(self._mover)

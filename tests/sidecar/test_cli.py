@@ -128,7 +128,16 @@ def test_config_prints_each_setting_and_where_it_came_from(
 STATUS: dict[str, Any] = {
     "version": "0.1.0",
     "workers": [
-        {"name": "w-1", "url": "http://x:1", "state": "ready", "epoch": 2, "pid": 5, "sessions": 3, "new": [1]}
+        {
+            "name": "w-1",
+            "url": "http://x:1",
+            "state": "ready",
+            "epoch": 2,
+            "pid": 5,
+            "sessions": 3,
+            "new": [1],
+            "gone": 0,
+        }
     ],
     "holder": {"pools": 2},
     "mover": None,
@@ -155,7 +164,11 @@ def test_status_and_sessions_show_what_the_sidecar_says(
     with FakeSidecar({"/midstream/v1/status": STATUS, "/midstream/v1/sessions": SESSIONS}) as fake:
         assert call(monkeypatch, "status", "--url", fake.url) == 0
         text = capsys.readouterr().out
-        assert all(word in text for word in ("w-1", "ready", "pools: 2", "version: 0.1.0", "new"))
+        assert all(word in text for word in ("w-1", "ready", "pools: 2", "version: 0.1.0", "new: 1", "none: gone"))
+        monkeypatch.setenv("COLUMNS", "60")  # narrow, and nothing is cut off
+        assert call(monkeypatch, "sessions", "--url", fake.url) == 0
+        assert "…" not in capsys.readouterr().out
+        monkeypatch.setenv("COLUMNS", "250")
         assert call(monkeypatch, "sessions", "--url", fake.url) == 0
         text = capsys.readouterr().out
         assert "process_death: exact from held, cut 20, lag 0, gap 181.2 ms" in text
