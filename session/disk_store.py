@@ -260,8 +260,8 @@ class DiskStore:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise StoreError(f"store {self._root}: another process writes it; give each mover its own folder") from None
-        for folder in ("tmp", "sessions", *(f"chunks/{number:02x}" for number in range(256))):
-            self._files.make_folder(self._root / folder)
+        self._files.make_folder(self._root, ("tmp", "sessions", "chunks"))
+        self._files.make_folder(self._root / "chunks", (f"{number:02x}" for number in range(256)))
         self._files.remove_temporary()
         if not format_path.exists():
             self._files.write(format_path, FORMAT)

@@ -7,6 +7,8 @@ raises OSError; what that means is the caller's business. Tests replace this cla
 import contextlib
 import itertools
 import os
+import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -17,13 +19,17 @@ class DurableFiles:
         self._tmp = root / "tmp"
         self._numbers = itertools.count()
 
-    def make_folder(self, path: Path) -> None:
-        """Create a folder and its parents, 0700, unless it is there; a new one survives a crash of the machine."""
-        if path.is_dir():
-            return
-        self.make_folder(path.parent)
-        path.mkdir(mode=0o700, exist_ok=True)
-        self.sync_folder(path.parent)
+    def make_folder(self, path: Path, children: Iterable[str] = ()) -> None:
+        """Create a folder with its parents and `children`, 0700, unless they are there; new ones survive a crash."""
+        if not path.is_dir():
+            self.make_folder(path.parent)
+            path.mkdir(mode=0o700, exist_ok=True)
+            self.sync_folder(path.parent)
+        new = [path / name for name in children if not (path / name).is_dir()]
+        for child in new:
+            child.mkdir(mode=0o700, exist_ok=True)
+        if new:
+            self.sync_folder(path)
 
     def write(self, path: Path, content: bytes) -> None:
         """Give `path` exactly this content, all at once; its entry is durable after `sync_folder`."""
@@ -54,10 +60,18 @@ class DurableFiles:
     def read(self, path: Path, bytes_max: int) -> bytes:
         """The content of a file of at most `bytes_max`; a longer one is an OSError."""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        with open(fd, "rb") as file:
-            if os.fstat(fd).st_size > bytes_max:
-                raise OSError(f"larger than {bytes_max} bytes")
-            return file.read(bytes_max)
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > bytes_max:
+                raise OSError(f"not a file of at most {bytes_max} bytes")
+            parts = []
+            while part := os.read(fd, status.st_size + 1):
+                parts.append(part)
+                if sum(map(len, parts)) > status.st_size:
+                    raise OSError("grew while it was read")
+            return b"".join(parts)
+        finally:
+            os.close(fd)
 
     def size(self, path: Path) -> int | None:
         """The size of a file, or None if there is none."""

@@ -1,6 +1,7 @@
 """The mover's socket: what is understood, what is refused, and who may speak."""
 
 import asyncio
+import contextlib
 import json
 import pickle
 import random
@@ -44,16 +45,16 @@ def exchange(path: Path, data: bytes, answers: int = 1) -> list[dict[str, Any]]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(10)
         connection.connect(str(path))
-        try:
+        with contextlib.suppress(ConnectionError):
             connection.sendall(data)
-        except ConnectionError:
-            return []
-        received = b""
-        while received.count(b"\n") < answers:
+        received, resets = b"", 0
+        while received.count(b"\n") < answers and resets < 2:
             try:
                 part = connection.recv(65536)
-            except ConnectionError:
-                break
+            except ConnectionResetError:
+                # The mover closed before it had read everything: the kernel says that first, the answer comes after.
+                resets += 1
+                continue
             if not part:
                 break
             received += part

@@ -6,10 +6,11 @@ The KV of a position is a function of all tokens up to it, so a wrong position, 
 import contextlib
 import hashlib
 import os
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from midstream.session.arena import LoadState, create_arena
@@ -173,7 +174,7 @@ class Processes:
                 start_new_session=True,
                 stderr=log,
             )
-        _until(self.mover_path.exists, self.mover)
+        _until(lambda: _listens(self.mover_path), self.mover)
         return self.mover_path
 
     def log(self) -> str:
@@ -196,9 +197,14 @@ def _answers(client: HolderClient) -> bool:
     return True
 
 
-def _until(condition: "object", process: subprocess.Popen[bytes]) -> None:
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        return connection.connect_ex(str(path)) == 0
+
+
+def _until(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 30
-    while not condition():  # type: ignore[operator]
+    while not condition():
         if process.poll() is not None or time.monotonic() > deadline:
             raise AssertionError(f"{process.args!r} did not come up")
         time.sleep(0.02)
