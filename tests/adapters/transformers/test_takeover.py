@@ -16,7 +16,7 @@ from support.embedded import Bench, Told, Worker, listen, resume_marker
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(90)]
 
 POOL = ("--kv-cache-bytes", str(96 * 1024 * 1024))
-TOKENS = 300
+TOKENS = 160
 
 BODIES: dict[str, dict[str, Any]] = {
     "greedy": {"prompt": "Once upon a time", "temperature": 0, "max_tokens": TOKENS},
@@ -48,6 +48,13 @@ async def undisturbed(http: aiohttp.ClientSession, worker: Worker, body: dict[st
     assert told.done
     assert told.error is None
     return told
+
+
+async def all_undisturbed(
+    http: aiohttp.ClientSession, worker: Worker, sessions: dict[str, SessionId]
+) -> dict[str, Told]:
+    told = await asyncio.gather(*(undisturbed(http, worker, BODIES[n], s) for n, s in sessions.items()))
+    return dict(zip(sessions, told, strict=True))
 
 
 async def cut_off(
@@ -82,7 +89,7 @@ async def test_held_sessions_go_on_elsewhere_at_the_exact_token(
 ) -> None:
     first = bench.start("first", args=POOL)
     sessions = {name: new_session() for name in BODIES}
-    wanted = {name: await undisturbed(http, standby, BODIES[name], sessions[name]) for name in BODIES}
+    wanted = await all_undisturbed(http, standby, sessions)
     first.server.wait_ready()
     told = await cut_off(http, first, sessions, dict(zip(BODIES, (1, 15, 16, 17, 40, 20), strict=True)))
 
@@ -114,7 +121,7 @@ async def test_sessions_go_on_in_place_in_the_old_pool(
     old = bench.start("phoenix", args=POOL)
     names = ["greedy", "penalties", "chat", "long prompt"]
     sessions = {name: new_session() for name in names}
-    wanted = {name: await undisturbed(http, standby, BODIES[name], sessions[name]) for name in names}
+    wanted = await all_undisturbed(http, standby, sessions)
     old.server.wait_ready()
     await cut_off(http, old, sessions, dict.fromkeys(names, 20))
     with closing(old.reader()) as reader:
