@@ -6,6 +6,7 @@ decide what a lost worker means for a session.
 """
 
 import asyncio
+import io
 from collections.abc import AsyncIterable, Awaitable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -23,6 +24,8 @@ T = TypeVar("T")
 
 # Nothing that the library would add on its own: requests go on as they came.
 _SKIPPED_AUTO_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
+
+_PIECEWISE_BYTES = 1 << 20
 
 
 class UpstreamLost(EngineError):
@@ -101,9 +104,11 @@ async def _send(
     headers: CIMultiDict[str],
     body: bytes | AsyncIterable[bytes] | None,
 ) -> aiohttp.ClientResponse:
+    # A large body is written in pieces, so that it does not hold up the streams of others.
+    data = io.BytesIO(body) if isinstance(body, bytes) and len(body) > _PIECEWISE_BYTES else body
     try:
         return await session.request(
-            method, url, headers=headers, data=body, allow_redirects=False, trace_request_ctx=connection
+            method, url, headers=headers, data=data, allow_redirects=False, trace_request_ctx=connection
         )
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
         raise UpstreamLost(Reason.UNREACHABLE, f"worker {_origin(url)} cannot be reached: {error}") from error

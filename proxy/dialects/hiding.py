@@ -7,13 +7,11 @@ asked. Works on raw bytes (an SSE event or a JSON body), so nothing is decoded a
 import re
 from enum import StrEnum
 
-# `"token_ids":[1,2]` in raw JSON can only be a key and its value: within a string its quotes would be escaped, so the
-# opening quote would follow a backslash. A string that ends before `token_ids"` (its closing quote taken for the
-# opening one) would be followed by a comma, a colon or a bracket and never by a letter.
-_KEY = rb'(?<!\\)"(?:prompt_)?token_ids"\s*:\s*'
-_LIST = _KEY + rb"\[[\d,\s]*\]"
-_AS_NULL = re.compile(rb"(" + _KEY + rb")\[[\d,\s]*\]")
-_ABSENT = re.compile(rb",\s*" + _LIST + rb"|" + _LIST + rb"\s*,\s*|" + _LIST)
+_NAME = b'token_ids"'
+_PROMPT = b'"prompt_'
+_LIST = re.compile(rb"\s*:\s*(\[[\d,\s]*\])")
+_COMMA_BEFORE = re.compile(rb",\s*$")
+_COMMA_AFTER = re.compile(rb"\s*,\s*")
 
 
 class Hiding(StrEnum):
@@ -29,6 +27,39 @@ class Hiding(StrEnum):
 
 def hide_ids(raw: bytes, hiding: Hiding) -> bytes:
     """`raw` without the ids of output and prompt."""
-    if hiding is Hiding.NULL:
-        return _AS_NULL.sub(rb"\1null", raw)
-    return _ABSENT.sub(b"", raw)
+    at = raw.find(_NAME)
+    while at >= 0:
+        start, end = _member(raw, at)
+        if end == 0:
+            at = raw.find(_NAME, at + len(_NAME))
+            continue
+        if hiding is Hiding.NULL:
+            raw = raw[: raw.index(b"[", at)] + b"null" + raw[end:]
+            at = raw.find(_NAME, at + len(_NAME))
+        else:
+            raw = _removed(raw, start, end)
+            at = raw.find(_NAME, start)
+    return raw
+
+
+def _member(raw: bytes, at: int) -> tuple[int, int]:
+    """Where the member whose name ends at `at` begins and ends; its end is 0 if it is not a list of ids.
+
+    `"token_ids":[1,2]` in raw JSON can only be a key and its value. Within a string its quotes would be escaped, so the
+    opening quote would follow a backslash. And a closing quote in the place of the opening one would be followed by a
+    comma, a colon or a bracket, never by a letter.
+    """
+    start = at - 1 if raw[at - 1 : at] == b'"' else at - len(_PROMPT)
+    if start < 0 or (start < at - 1 and raw[start:at] != _PROMPT) or raw[start - 1 : start] == b"\\":
+        return start, 0
+    value = _LIST.match(raw, at + len(_NAME))
+    return start, value.end() if value is not None else 0
+
+
+def _removed(raw: bytes, start: int, end: int) -> bytes:
+    """`raw` without a member, and without the comma before it, or else after it."""
+    before = _COMMA_BEFORE.search(raw[max(0, start - 16) : start])
+    if before is not None:
+        return raw[: start - len(before.group())] + raw[end:]
+    after = _COMMA_AFTER.match(raw, end)
+    return raw[:start] + raw[after.end() if after is not None else end :]

@@ -4,8 +4,6 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 
 import pytest
 
@@ -14,56 +12,10 @@ from midstream.proxy.stall import StallPolicy
 from midstream.session.errors import Refused
 from support.answers import Answer, Voice, undisturbed
 from support.proxying import proxied
+from support.raw_engine import SSE_HEAD, RawEngine, chunked, read_request
 from support.scripted import Script, ScriptedCoordinator, ScriptedEngine
 
 ANSWER = Answer.words(6)
-
-Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
-
-class RawEngine(ScriptedEngine):
-    """A worker whose socket a test writes to itself."""
-
-    def __init__(self, peer: Peer) -> None:
-        super().__init__(ANSWER, name="raw")
-        self._peer = peer
-        self.connection_count = 0
-
-    @asynccontextmanager
-    async def serving(self, **_: object) -> AsyncIterator["RawEngine"]:
-        """Serve on a free port; each connection is handed to the peer."""
-
-        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            self.connection_count += 1
-            try:
-                await self._peer(reader, writer)
-            except (ConnectionError, asyncio.IncompleteReadError):
-                pass
-            finally:
-                writer.close()
-
-        server = await asyncio.start_server(connected, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        try:
-            yield self
-        finally:
-            server.close()
-            await server.wait_closed()
-
-
-async def read_request(reader: asyncio.StreamReader) -> bytes:
-    """One request with its body; b"" when the peer closed instead."""
-    head = await reader.readuntil(b"\r\n\r\n")
-    length = next(int(line[16:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length: "))
-    return head + await reader.readexactly(length)
-
-
-SSE_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-
-
-def chunked(data: bytes) -> bytes:
-    """One HTTP chunk."""
-    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
 @pytest.mark.parametrize("size", [1, 7, 1 << 20])

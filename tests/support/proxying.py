@@ -1,5 +1,6 @@
 """Runs the proxy in a test: engines and proxy on real sockets, and a client that keeps the bytes it got."""
 
+import io
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -9,6 +10,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
+from yarl import URL
 
 from midstream.proxy.server import build_app, make_runner
 from midstream.proxy.settings import ProxySettings
@@ -77,10 +79,10 @@ class Client:
 
     async def post(self, path: str, body: object, **headers: str) -> Got:
         """Post JSON (or bytes as they are) and read the whole answer."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        data = body if isinstance(body, io.BytesIO) else io.BytesIO(_encoded(body))
         names = {name.replace("_", "-"): value for name, value in headers.items()}
         async with self.session.post(
-            self.url + path, data=data, headers={"Content-Type": "application/json"} | names
+            URL(self.url + path, encoded=True), data=data, headers={"Content-Type": "application/json"} | names
         ) as answer:
             return Got(answer.status, CIMultiDict(answer.headers), await answer.read())
 
@@ -92,6 +94,10 @@ class Client:
         """A streamed chat."""
         body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "stream": True}
         return await self.post("/v1/chat/completions", body | fields)
+
+
+def _encoded(body: object) -> bytes:
+    return body if isinstance(body, bytes) else json.dumps(body).encode()
 
 
 @asynccontextmanager
