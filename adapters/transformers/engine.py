@@ -421,12 +421,13 @@ class Engine:
         return True
 
     def _loaded(self, session: Session, positions: int) -> None:
+        """Go on behind `positions`. It is reported with the first new token, when what was computed again is known."""
         session.kv_len = session.loaded = positions
         session.load = LoadState.DONE
-        session.record.report(LoadState.DONE, positions, 0)
         log.info("event=resumed session=%s loaded=%d of=%d", session.job.name, positions, len(session.ids) - 1)
 
     def _not_loaded(self, session: Session, load: LoadState) -> None:
+        """Compute everything again. Reported at once: whoever still copies for this session has to stop."""
         session.kv_len = session.loaded = 0
         session.load = load
         session.record.report(load, 0, 0)
