@@ -60,9 +60,14 @@ def _listen(path: str, kind: int, backlog: int) -> socket.socket:
         _remove_stale(path, kind)
     listener = socket.socket(socket.AF_UNIX, kind)
     before = os.umask(0o177)
+    # Under its name only when it listens: whoever sees the file can connect.
+    unready = path + ".new"
     try:
-        listener.bind(path)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(unready)
+        listener.bind(unready)
         listener.listen(backlog)
+        os.rename(unready, path)
     except OSError as error:
         listener.close()
         raise ConfigError(

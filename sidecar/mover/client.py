@@ -26,6 +26,8 @@ from .protocol import (
 )
 
 CALL_S = 5.0
+CONNECT_S = 1.0
+CONNECT_AGAIN_S = 0.05
 SNAPSHOT_S = 300.0
 # What an answer may take longer than the deadline that the mover itself keeps.
 GRACE_S = 2.0
@@ -155,11 +157,22 @@ class MoverClient:
     async def _send(self, line: bytes) -> None:
         async with self._connecting:
             if self._writer is None or self._reading is None or self._reading.done():
-                reader, self._writer = await asyncio.open_unix_connection(self._path, limit=LINE_BYTES_MAX)
+                reader, self._writer = await self._connect()
                 self._reading = asyncio.create_task(self._read(reader, self._writer))
             writer = self._writer
         writer.write(line)
         await writer.drain()
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect, with patience for a mover that is just being started again."""
+        give_up_s = asyncio.get_running_loop().time() + CONNECT_S
+        while True:
+            try:
+                return await asyncio.open_unix_connection(self._path, limit=LINE_BYTES_MAX)
+            except OSError:
+                if asyncio.get_running_loop().time() >= give_up_s:
+                    raise
+                await asyncio.sleep(CONNECT_AGAIN_S)
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         error: Exception = OSError("the connection was closed")

@@ -38,6 +38,7 @@ class Coverage:
 
     def __init__(self) -> None:
         self._seen: dict[Owner, _TableSeen] = {}
+        self._filled: dict[Owner, Table] = {}
 
     def observe(self, reader: ArenaReader, slot: Slot) -> None:
         """Look at a live session once, so that a later change of its table is noticed. Cheap when nothing changed."""
@@ -47,14 +48,19 @@ class Coverage:
             # The journal is read after the record, so what it holds more makes this later, never earlier.
             self._seen[owner] = _TableSeen(slot.table_generation, len(reader.journal(slot)))
 
+    def filled(self, reader: ArenaReader, slot: Slot, table: Table) -> None:
+        """A restore filled these blocks; their engine may write them as a new table when it takes them up."""
+        self._filled[reader.path, slot.session, slot.generation] = table
+
     def forget(self, owner: Owner) -> None:
         """A session that is over."""
         self._seen.pop(owner, None)
+        self._filled.pop(owner, None)
 
     def forget_arena(self, path: Path) -> None:
         """An arena that was released."""
-        for owner in [owner for owner in self._seen if owner[0] == path]:
-            del self._seen[owner]
+        for owner in [owner for owner in self._seen.keys() | self._filled.keys() if owner[0] == path]:
+            self.forget(owner)
 
     def read(self, reader: ArenaReader, slot: Slot) -> Covered:
         """The session as it is now. Raises MoverError when it has ended, left the arena or just got another table."""
@@ -63,7 +69,7 @@ class Coverage:
         now = reader.refresh(slot)
         if now is None or now.table_generation != table.generation:
             raise MoverError(Reason.TABLE, f"session {slot.session}: its block table was replaced while it was read")
-        return Covered(now, table, outputs, self._kv_len(reader, now, len(outputs)))
+        return Covered(now, table, outputs, self._kv_len(reader, now, table, len(outputs)))
 
     def check_unchanged(self, reader: ArenaReader, covered: Covered) -> None:
         """Raise MoverError unless what was read of these blocks since `covered` was the session's all the time."""
@@ -73,19 +79,29 @@ class Coverage:
                 Reason.TABLE, f"session {covered.slot.session}: its blocks were given away while they were read"
             )
 
-    def _kv_len(self, reader: ArenaReader, slot: Slot, journal_len: int) -> int:
+    def _kv_len(self, reader: ArenaReader, slot: Slot, table: Table, journal_len: int) -> int:
         if slot.load is LoadState.WAITING or journal_len == 0:
             return 0
+        owner = (reader.path, slot.session, slot.generation)
         complete = slot.prompt_len + journal_len - 1
+        first = self._is_first(owner, table)
         # Re-entered outputs are in the journal from the start: until the first own token they commit nothing.
         if slot.resumed and journal_len <= slot.resumed:
-            loaded = slot.load is LoadState.DONE and slot.table_generation <= 1
-            return min(slot.loaded, complete) if loaded else 0
-        if slot.table_generation <= 1:
-            return complete
-        seen = self._seen.get((reader.path, slot.session, slot.generation))
-        known = seen is not None and seen.generation == slot.table_generation and journal_len > seen.journal_len
-        return complete if known else 0
+            return min(slot.loaded, complete) if first and slot.load is LoadState.DONE else 0
+        seen = self._seen.get(owner)
+        grown = seen is not None and seen.generation == table.generation and journal_len > seen.journal_len
+        return complete if first or grown else 0
+
+    def _is_first(self, owner: Owner, table: Table) -> bool:
+        """Whether the session has had these blocks since it was admitted, so that all of its journal counts."""
+        if table.generation <= 1:
+            return True
+        filled = self._filled.get(owner)
+        return (
+            filled is not None
+            and table.generation <= filled.generation + 1
+            and table.blocks[: len(filled.blocks)] == filled.blocks
+        )
 
 
 def live_table(reader: ArenaReader, slot: Slot) -> Table:

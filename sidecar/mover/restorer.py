@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from ...session.arena import ArenaReader, LoadState, Slot, SlotState
+from ...session.arena import ArenaReader, LoadState, Slot, SlotState, Table
 from ...session.errors import ArenaError, CorruptError, PoolError, StoreError
 from ...session.ids import SessionId
 from ...session.manifest import Manifest
@@ -122,6 +122,7 @@ class Restorer:
             # Cancelled, or a fault of ours: the engine must not wait for an answer that would never come.
             self._failed(reader, slot, error, done, began)
             raise
+        self._coverage.filled(reader, slot, Table(destination.slot.table_generation, destination.blocks))
         reader.answer(slot, LoadState.DONE, destination.tokens)
         self._count(done)
         return RestoreResult(
@@ -177,8 +178,8 @@ class Restorer:
                     raise MoverError(Reason.GONE, f"session {order.session}: it ended in its new engine")
                 if slot.load is LoadState.WAITING:
                     return slot
-                if slot.load is LoadState.FAILED:
-                    raise MoverError(Reason.GONE, f"session {order.session}: its new engine takes no KV")
+                if slot.load is not LoadState.NONE or len(reader.journal(slot)) > slot.resumed:
+                    raise MoverError(Reason.GONE, f"session {order.session}: its new engine goes on without waiting")
             now = time.monotonic()
             if now >= deadline:
                 raise MoverError(

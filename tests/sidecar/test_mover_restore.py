@@ -359,3 +359,48 @@ async def test_blocks_are_summed_while_an_engine_decodes_and_forgotten_when_it_i
             break
         await asyncio.sleep(0.01)
     assert (status["sums"], status["sessions_live"]) == (0, 0)
+
+
+async def test_an_engine_that_goes_on_without_waiting_ends_the_restore_at_once(
+    mover: MoverClient, old: Worker, new: Worker
+) -> None:
+    old.run(SESSION, PROMPT, [100, 101], [1, 2])
+    slot = new.writer.admit(SESSION, 2, len(PROMPT), prompt_hash(PROMPT), [100, 101])
+    assert slot is not None
+    slot.append_tokens([102])
+    began = time.monotonic()
+    assert (await restore(mover, old, new, 10.0)).reason == "gone"
+    assert time.monotonic() - began < 2
+    assert slot.inbox() == (LoadState.NONE, 0)
+
+
+@pytest.mark.parametrize("watched", [True, False])
+async def test_blocks_that_were_filled_and_written_as_a_new_table_keep_their_kv(
+    mover: MoverClient, old: Worker, new: Worker, tmp_path: Path, holder: HolderClient, watched: bool
+) -> None:
+    outputs = [100, 101, 102]
+    if watched:
+        await mover.watch(new.arena, "new")
+    old.run(SESSION, PROMPT, outputs, [1, 2, 3])
+    second = new.wait(SESSION, PROMPT, outputs, [5, 6])
+    assert (await restore(mover, old, new)).ok
+    second.set_blocks([5, 6, 7])
+    second.report(LoadState.DONE, 8, 0)
+    third = Worker(tmp_path, "third", holder)
+    third.wait(SESSION, PROMPT, outputs, [8, 9], generation=3)
+
+    async def again(generation: int):
+        return await mover.restore(
+            SESSION, source=(new.arena, 2), to_arena=third.arena, to_generation=generation, deadline_s=5
+        )
+
+    assert (await again(3)).ok
+    second.append_tokens([103])
+    third.wait(SESSION, PROMPT, outputs, [10, 11], generation=4)
+    assert (await again(4)).ok
+    # The same blocks once more: now it was preempted in between.
+    second.set_blocks(())
+    second.set_blocks([5, 6, 7])
+    third.wait(SESSION, PROMPT, outputs, [12, 13], generation=5)
+    assert (await again(5)).reason == "incomplete"
+    third.close()
