@@ -31,7 +31,7 @@ $(READY): pyproject.toml
 	@echo 'setting up .venv'
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[sidecar]' --group dev
+	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[sidecar]' --group dev
 	@touch $@
 
 demo: $(READY)
