@@ -3,8 +3,8 @@
 Owns the chunk format (docs/formats.md) and the name of a chunk, which is the XXH3-128 of its raw bytes. Invariant: what
 `decode` returns is, bit for bit, what was encoded; anything else raises CorruptError. Engines never import this.
 
-Level 1: on KV-like bf16 and fp32 data levels 1 and 3 save the same, level 3 takes longer, and level -1 saves nothing
-(figures in docs/formats.md).
+Level 1: on KV of a real model in bf16 and fp32, levels 1 and 3 save the same, level 3 takes longer, and level -1 saves
+nothing (figures in docs/formats.md).
 """
 
 import struct
