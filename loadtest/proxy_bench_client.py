@@ -85,7 +85,7 @@ class _Reader(asyncio.Protocol):
 
 
 async def run(url: str, load: Load, *, stamps: bool) -> Measured:
-    """Open all streams at once and read them to their ends."""
+    """Open the streams, spread over one gap, and read them to their ends."""
     parts = urlsplit(url)
     body = json.dumps(
         {
@@ -111,6 +111,8 @@ async def run(url: str, load: Load, *, stamps: bool) -> Measured:
             lambda: _Reader(request, load.tokens, stamps=stamps), parts.hostname or "127.0.0.1", parts.port or 80
         )
         readers.append(reader)
+        # Streams that all began at once would have their tokens at the same instants for ever.
+        await asyncio.sleep(load.gap_s / load.streams)
     async with asyncio.timeout(_RUN_S_MAX):
         await asyncio.gather(*(reader.done for reader in readers))
     seconds = time.monotonic() - started_s

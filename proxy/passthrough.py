@@ -4,7 +4,6 @@ Invariant: one buffered piece at a time in each direction; a worker that is lost
 connection too, so that half an answer never looks whole. JSON that could carry a marker is checked first.
 """
 
-import asyncio
 from collections.abc import AsyncIterator
 
 from aiohttp import web
@@ -70,7 +69,7 @@ class Passthrough:
             # The head is out: the only honest way to say that the rest will not come.
             if request.transport is not None:
                 request.transport.abort()
-            raise asyncio.CancelledError from None
+            return response
         finally:
             answer.close()
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from io import StringIO
 
+import msgspec
+
 from .coordinator import Reason
 from .dialects import openai, openai_edit
 from .dialects.hiding import Hiding, hide_ids
@@ -28,9 +30,8 @@ class End(StrEnum):
     MISMATCH = "mismatch"
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What to send now, and whether the attempt goes on.
+class Step(msgspec.Struct, frozen=True, gc=False):
+    """What to send now, and whether the attempt goes on. A struct, because one is made for every read.
 
     `fresh` is true when `out` holds something that the client never had; `tokens` counts what arrived, replays
     included.
@@ -76,6 +77,7 @@ class Splicer:
 
     def __init__(self, wishes: Wishes) -> None:
         self._wishes = wishes
+        self._hides = wishes.hiding is not None
         self._sent_ids = array("L")
         self._sent_text: dict[str, StringIO] = {}
         self._identity: openai_edit.Identity | None = None
@@ -203,7 +205,8 @@ class Splicer:
         elif chunk.error is not None:
             self._take_error(event, chunk.error)
         else:
-            self._learn(chunk)
+            if self._prompt_tokens is None:
+                self._learn(chunk)
             if chunk.choices:
                 self._take_choice(event, data, chunk, chunk.choices[0])
             else:
@@ -234,14 +237,13 @@ class Splicer:
         raise _Stop(End.INTERRUPTED, Reason.ENGINE_ERROR, text)
 
     def _learn(self, chunk: Chunk) -> None:
-        if self._prompt_tokens is None:
-            ids = chunk.prompt_token_ids
-            if ids is None and chunk.choices:
-                ids = chunk.choices[0].prompt_token_ids
-            if ids is not None:
-                self._prompt_tokens = len(ids)
-            elif chunk.usage is not None:
-                self._prompt_tokens = chunk.usage.prompt_tokens
+        ids = chunk.prompt_token_ids
+        if ids is None and chunk.choices:
+            ids = chunk.choices[0].prompt_token_ids
+        if ids is not None:
+            self._prompt_tokens = len(ids)
+        elif chunk.usage is not None:
+            self._prompt_tokens = chunk.usage.prompt_tokens
 
     def _take_trailer(self, event: Event, chunk: Chunk) -> None:
         """A chunk without choices: the usage, once."""
@@ -262,10 +264,16 @@ class Splicer:
         if self._replaying:
             self._take_replayed(event, data, chunk, choice, ids)
             return
-        self._account(choice, ids)
-        if ids or choice.finish_reason is not None or self._adds_text(choice):
+        added = openai.texts(choice)
+        self._sent_ids.extend(ids)
+        self._seen_ids += len(ids)
+        for key, text in added:
+            self._text_of(key).write(text)
+        if choice.finish_reason is not None:
+            self._finish_sent = True
+        if ids or added or self._finish_sent:
             self._fresh = True
-        if self._wishes.hiding is not None and openai.only_because_of_ids(data, choice):
+        if self._hides and choice.delta is not None and openai.only_because_of_ids(data, choice):
             return
         self._note_head(chunk, choice)
         self._send(event.raw, chunk, data)
@@ -340,17 +348,6 @@ class Splicer:
         """Indices of the chunk's tool calls whose id and name the client has."""
         calls = choice.delta.tool_calls if choice.delta is not None else None
         return frozenset(call.index for call in calls or () if openai.tool_key(call.index, "name") in self._sent_text)
-
-    def _adds_text(self, choice: Choice) -> bool:
-        return next(openai.texts(choice), None) is not None
-
-    def _account(self, choice: Choice, ids: Sequence[int]) -> None:
-        self._sent_ids.extend(ids)
-        self._seen_ids += len(ids)
-        for key, text in openai.texts(choice):
-            self._text_of(key).write(text)
-        if choice.finish_reason is not None:
-            self._finish_sent = True
 
     def _account_new(self, choice: Choice, ids: Sequence[int], known_chars: dict[str, int]) -> None:
         self._sent_ids.extend(ids)

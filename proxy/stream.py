@@ -35,6 +35,7 @@ class StreamHandler:
         self._failover = generation.failover
         self._splicer = Splicer(generation.wishes)
         self._response: web.StreamResponse | None = None
+        self._preparing = asyncio.Lock()
         self._whole_answer: web.StreamResponse | None = None
         settings = generation.settings
         self._waiting = Waiting(self._write_comment, first_s=settings.keepalive_first_s, every_s=settings.keepalive_s)
@@ -75,7 +76,7 @@ class StreamHandler:
                 return None
             if self._splicer.opaque:
                 return problems.upstream_lost(f"{step.text}, after events that the proxy cannot account for")
-            self._wait_for_takeover()
+            self._waiting.start()
             try:
                 placement = await self._failover.take_over(
                     placement,
@@ -120,7 +121,7 @@ class StreamHandler:
                 if step.tokens:
                     watch.token()
                 if step.out:
-                    watch.sending()
+                    watch.sending = True
                     await self._send(step, placement)
                     watch.sent()
                 if step.end is not End.GOES_ON:
@@ -151,28 +152,31 @@ class StreamHandler:
         return Step(b"", End.FINISHED)
 
     async def _prepare(self, kept: "CIMultiDict[str]") -> web.StreamResponse:
-        kept.popall("Content-Length", None)
-        response = web.StreamResponse(headers=kept)
-        await response.prepare(self._generation.request)
-        self._response = response
-        return response
+        # A comment and the stream may both be the first to need the response.
+        async with self._preparing:
+            if self._response is None:
+                kept.popall("Content-Length", None)
+                response = web.StreamResponse(headers=kept)
+                await response.prepare(self._generation.request)
+                self._response = response
+        return self._response
 
     async def _send(self, step: Step, placement: Placement) -> None:
         if not step.out:
             return
-        if step.fresh and self._failover.pending:
+        response = self._response
+        if response is not None and not self._failover.pending:
+            await response.write(step.out)
+            return
+        if step.fresh:
             await self._waiting.stop()
-        response = self._response or await self._prepare(self._own_headers())
+        response = await self._prepare(self._own_headers())
         await response.write(step.out)
         if step.fresh:
             self._failover.resumed(placement)
 
-    def _wait_for_takeover(self) -> None:
-        self._waiting.start()
-
     async def _write_comment(self, comment: bytes) -> None:
-        response = self._response or await self._prepare(self._own_headers())
-        await response.write(comment)
+        await (await self._prepare(self._own_headers())).write(comment)
 
     def _own_headers(self) -> "CIMultiDict[str]":
         own = CIMultiDict({"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"})
@@ -188,7 +192,7 @@ class StreamHandler:
     async def _close(self) -> web.StreamResponse:
         if self._whole_answer is not None:
             return self._whole_answer
-        response = self._response or await self._prepare(self._own_headers())
+        response = await self._prepare(self._own_headers())
         if self._generation.wants_report:
             await response.write(encode_comment(self._failover.report()))
         await response.write_eof()

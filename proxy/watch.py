@@ -24,7 +24,8 @@ class Watch:
         self._rhythm = Rhythm(policy)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._sending = False
+        # Set while the proxy waits for the client: silence is not the engine's then.
+        self.sending = False
 
     def __enter__(self) -> "Watch":
         self._interrupted.add_done_callback(self._on_interrupted)
@@ -41,20 +42,16 @@ class Watch:
         if self._timer is None:
             self._look()
 
-    def sending(self) -> None:
-        """The proxy waits for the client now: silence is not the engine's."""
-        self._sending = True
-
     def sent(self) -> None:
         """The proxy listens again."""
-        self._sending = False
+        self.sending = False
         self._rhythm.resume(self._loop.time())
 
     def _look(self) -> None:
         # The timer is not moved at each token: it looks again when the silence could have become too long.
         self._timer = None
         now_s = self._loop.time()
-        if self._sending:
+        if self.sending:
             self._rhythm.resume(now_s)
         remaining_s = self._rhythm.remaining_s(now_s)
         if remaining_s is None:

@@ -5,7 +5,6 @@ every field, role, finish, usage); what does not decode is None, and the splicer
 it.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -87,25 +86,27 @@ def decode_chunk(data: bytes) -> Chunk | None:
     return chunk
 
 
-def texts(choice: Choice) -> Iterator[tuple[str, str]]:
+def texts(choice: Choice) -> list[tuple[str, str]]:
     """What a choice adds to each field that grows: pairs of the field's key and the text."""
+    added: list[tuple[str, str]] = []
     if choice.text:
-        yield "text", choice.text
+        added.append(("text", choice.text))
     delta = choice.delta
     if delta is None:
-        return
+        return added
     if delta.content:
-        yield "content", delta.content
+        added.append(("content", delta.content))
     if delta.reasoning:
-        yield "reasoning", delta.reasoning
+        added.append(("reasoning", delta.reasoning))
     if delta.reasoning_content:
-        yield "reasoning_content", delta.reasoning_content
+        added.append(("reasoning_content", delta.reasoning_content))
     for call in delta.tool_calls or ():
         if call.function is not None:
             if call.function.name:
-                yield tool_key(call.index, "name"), call.function.name
+                added.append((tool_key(call.index, "name"), call.function.name))
             if call.function.arguments:
-                yield tool_key(call.index, "arguments"), call.function.arguments
+                added.append((tool_key(call.index, "arguments"), call.function.arguments))
+    return added
 
 
 def tool_key(index: int, part: str) -> str:
