@@ -208,7 +208,7 @@ async def events(http: aiohttp.ClientSession, url: str, body: Mapping[str, Any])
         assert response.status == 200, await response.text()
         assert response.content_type == "text/event-stream"
         async for line in response.content:
-            if not line.strip():
+            if not line.strip() or line.startswith(b":"):
                 continue
             assert line.startswith(b"data: "), line
             data = line[6:].strip()
