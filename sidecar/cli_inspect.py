@@ -18,7 +18,7 @@ from .config import Settings
 _TIMEOUT_S = 5.0
 _ANSWER_BYTES_MAX = 64 << 20
 _WORKER_COLUMNS = ("name", "url", "state", "epoch", "pid", "sessions", "restarts")
-_SESSION_COLUMNS = ("session", "worker", "generation", "state", "tokens", "age_s", "path", "interruptions")
+_SESSION_COLUMNS = ("session", "worker", "generation", "state", "tokens", "age_s", "path")
 _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}
 
 Url = Annotated[
@@ -49,8 +49,13 @@ def sessions(url: Url = None, as_json: AsJson = False, config: ConfigFile = None
     if as_json:
         print(json.dumps(answer))
         return 0
-    rows = [_session_row(s) for s in answer.get("sessions", []) if isinstance(s, Mapping)]
-    show_table("Sessions", _SESSION_COLUMNS, rows)
+    found = [s for s in answer.get("sessions", []) if isinstance(s, Mapping)]
+    show_table("Sessions", _SESSION_COLUMNS, found)
+    interruptions = [line for session in found for line in _interruptions(session)]
+    if interruptions:
+        print("Interruptions")
+    for line in interruptions:
+        print(f"  {line}")
     return 0
 
 
@@ -134,13 +139,14 @@ def say(value: object) -> str:
     return str(value)
 
 
-def _session_row(session: Mapping[str, Any]) -> dict[str, Any]:
-    row = dict(session)
-    outcomes = row.pop("outcomes", None) or []
-    row["interruptions"] = "; ".join(
-        f"{o.get('reason')}: {o.get('outcome')} from {o.get('tier')}, cut {say(o.get('cut'))}, "
-        f"lag {say(o.get('lag'))}, gap {say(o.get('gap_ms'))} ms"
-        for o in outcomes
-        if isinstance(o, Mapping)
-    )
-    return row
+def _interruptions(session: Mapping[str, Any]) -> list[str]:
+    found = [o for o in session.get("outcomes") or [] if isinstance(o, Mapping)]
+    return [
+        f"{session.get('session')}  {o.get('reason')}: {o.get('outcome')} from {o.get('tier')}, "
+        f"cut {say(o.get('cut'))}, lag {say(o.get('lag'))}, gap {_whole(o.get('gap_ms'))} ms"
+        for o in found
+    ]
+
+
+def _whole(value: object) -> str:
+    return f"{value:.0f}" if isinstance(value, int | float) else say(value)

@@ -171,7 +171,7 @@ def test_status_and_sessions_show_what_the_sidecar_says(
         monkeypatch.setenv("COLUMNS", "250")
         assert call(monkeypatch, "sessions", "--url", fake.url) == 0
         text = capsys.readouterr().out
-        assert "process_death: exact from held, cut 20, lag 0, gap 181.2 ms" in text
+        assert f"{SESSION}  process_death: exact from held, cut 20, lag 0, gap 181 ms" in text
         assert SESSION in text
         assert call(monkeypatch, "status", "--json", "--url", fake.url) == 0
         assert json.loads(capsys.readouterr().out) == STATUS
