@@ -72,7 +72,7 @@ def upstream_lost(text: str) -> Problem:
     return Problem(502, "worker_lost", f"{text}; send the request again", "server_error", 1)
 
 
-def too_many(sessions_max: int) -> Problem:
-    """More open sessions than the proxy was told to hold."""
-    text = f"{sessions_max} sessions are open: try again, or raise the proxy's sessions_max"
-    return Problem(503, "too_many_sessions", text, "service_unavailable", 1)
+def too_many(requests_max: int) -> Problem:
+    """More open requests than the proxy was told to hold."""
+    text = f"{requests_max} requests are open: try again, or raise the proxy's requests_max"
+    return Problem(503, "too_many_requests", text, "service_unavailable", 1)

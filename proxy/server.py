@@ -1,13 +1,13 @@
 """The proxy as an aiohttp application: which handler takes a request.
 
-Owns the wiring and the bound on sessions. Invariant: a session id is drawn here and never comes from a client; each
+Owns the wiring and the bound on open requests. Invariant: a session id is drawn here and never comes from a client; each
 admitted session is reported ended exactly once. The daemon runs the application (with `make_runner`) and brings the
 coordinator.
 """
 
 import random
 import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 from aiohttp import web
@@ -52,11 +52,11 @@ def build_app(
     app = web.Application(client_max_size=0)
     app.cleanup_ctx.append(opened)
     sessions = _Sessions(coordinator, upstream, settings)
-    passthrough = sessions.passthrough
+    requests = _Requests(sessions, Passthrough(coordinator, upstream, settings), settings)
     app.add_routes(routes)
-    app.router.add_post(COMPLETIONS_PATH, sessions.handle)
-    app.router.add_post(CHAT_PATH, sessions.handle)
-    app.router.add_route("*", "/{path:.*}", passthrough.handle)
+    app.router.add_post(COMPLETIONS_PATH, requests.handle_generation)
+    app.router.add_post(CHAT_PATH, requests.handle_generation)
+    app.router.add_route("*", "/{path:.*}", requests.handle_other)
     return app
 
 
@@ -72,20 +72,35 @@ def make_runner(app: web.Application, *, shutdown_timeout_s: float = 10.0) -> we
     )
 
 
-class _Sessions:
-    """Handles the requests that may become sessions."""
+class _Requests:
+    """Bounds the requests that are open at once, and tells sessions from the rest."""
 
-    def __init__(self, coordinator: Coordinator, upstream: Upstream, settings: ProxySettings) -> None:
-        self._coordinator = coordinator
-        self._upstream = upstream
+    def __init__(self, sessions: "_Sessions", passthrough: Passthrough, settings: ProxySettings) -> None:
+        self._sessions = sessions
+        self._passthrough = passthrough
         self._settings = settings
         self._open_count = 0
-        # Seeds are no secrets, but two sidecars must not draw the same ones.
-        self._random = random.SystemRandom()
-        self.passthrough = Passthrough(coordinator, upstream, settings)
 
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Read the request and answer it."""
+    async def handle_generation(self, request: web.Request) -> web.StreamResponse:
+        """A request that may become a session."""
+        return await self._bounded(request, self._generate)
+
+    async def handle_other(self, request: web.Request) -> web.StreamResponse:
+        """A request that is only passed through."""
+        return await self._bounded(request, self._passthrough.handle)
+
+    async def _bounded(
+        self, request: web.Request, handle: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if self._open_count >= self._settings.requests_max:
+            return problems.too_many(self._settings.requests_max).response(request.headers)
+        self._open_count += 1
+        try:
+            return await handle(request)
+        finally:
+            self._open_count -= 1
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
         raw = await read_body(request, self._settings.body_bytes_max)
         if raw is None:
             return problems.body_too_large(self._settings.body_bytes_max).response(request.headers)
@@ -95,16 +110,22 @@ class _Sessions:
             return problems.bad_request(str(error)).response(request.headers)
         body = without_transfer_fields(asked)
         if why_not_resumable(body) is not None:
-            return await self.passthrough.forward(request, raw if body is asked else encode_body(body))
-        if self._open_count >= self._settings.sessions_max:
-            return problems.too_many(self._settings.sessions_max).response(request.headers)
-        self._open_count += 1
-        try:
-            return await self._run_session(request, body)
-        finally:
-            self._open_count -= 1
+            return await self._passthrough.forward(request, raw if body is asked else encode_body(body))
+        return await self._sessions.run(request, body)
 
-    async def _run_session(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+
+class _Sessions:
+    """Starts sessions."""
+
+    def __init__(self, coordinator: Coordinator, upstream: Upstream, settings: ProxySettings) -> None:
+        self._coordinator = coordinator
+        self._upstream = upstream
+        self._settings = settings
+        # Seeds are no secrets, but two sidecars must not draw the same ones.
+        self._random = random.SystemRandom()
+
+    async def run(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        """Answer one request as a session."""
         facts = SessionFacts(SessionId(uuid.uuid4().hex), request.path, body, stream=body.get("stream") is True)
         try:
             placement = await self._coordinator.admit(facts)

@@ -14,7 +14,7 @@ class ProxySettings:
     body_bytes_max: int = 32 << 20
     answer_bytes_max: int = 256 << 20
     event_bytes_max: int = BUFFER_BYTES_MAX
-    sessions_max: int = 20_000
+    requests_max: int = 20_000
     connect_timeout_s: float = 5.0
     # How long an engine's pooled connection may lie idle; uvicorn closes its end after 5 s, so ours goes first.
     idle_connection_s: float = 4.0
@@ -36,7 +36,7 @@ class ProxySettings:
             "body_bytes_max",
             "answer_bytes_max",
             "event_bytes_max",
-            "sessions_max",
+            "requests_max",
             "connect_timeout_s",
             "idle_connection_s",
             "keepalive_first_s",

@@ -42,14 +42,16 @@ class StreamHandler:
 
     async def run(self, placement: Placement) -> web.StreamResponse:
         """Answer the client; returns when the stream is over."""
-        ending = "cancelled"
+        ending = "failed"
         try:
             problem = await self._go_through_workers(placement)
             if problem is None:
                 ending = "finished"
                 return await self._close()
-            ending = "failed"
             return await self._fail(problem)
+        except asyncio.CancelledError:
+            ending = "cancelled"
+            raise
         except ConnectionError:
             # Only writing to the client raises this here: it has left.
             ending = "cancelled"

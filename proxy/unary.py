@@ -49,7 +49,7 @@ class UnaryHandler:
 
     async def run(self, placement: Placement) -> web.StreamResponse:
         """Answer the client."""
-        ending = "cancelled"
+        ending = "failed"
         try:
             while True:
                 got = await self._attempt(placement)
@@ -58,8 +58,10 @@ class UnaryHandler:
                     self._failover.resumed(placement)
                     return got
                 placement = await self._failover.take_over(placement, got.reason, got.text, ())
+        except asyncio.CancelledError:
+            ending = "cancelled"
+            raise
         except Refused as error:
-            ending = "failed"
             return problems.refused(error).response(self._generation.request.headers)
         finally:
             self._failover.ended(ending)
@@ -89,7 +91,7 @@ class UnaryHandler:
                 return _Lost(placement.interrupted.result(), f"the worker answered {answer.status}")
             if self._failover.pending:
                 return _Lost(Reason.ENGINE_ERROR, f"the worker answered {answer.status}")
-        elif answer.status == 200 and (lost := _what_is_wrong(body, placement.expected)) is not None:
+        elif answer.status == 200 and (lost := self._what_is_wrong(body, placement)) is not None:
             return lost
         hiding = self._generation.wishes.hiding
         shown = body if hiding is None else hide_ids(body, hiding)
@@ -97,19 +99,20 @@ class UnaryHandler:
         kept.popall("Content-Length", None)
         return web.Response(status=answer.status, body=shown, headers=kept)
 
-
-def _what_is_wrong(body: bytes, expected: tuple[int, ...]) -> _Lost | None:
-    """Whether an answer is an interruption in disguise, or not the one that was journaled."""
-    try:
-        choices = _decoder.decode(body).choices
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None  # not this dialect: the engine's own business
-    if any(choice.finish_reason in INTERRUPTED_FINISHES for choice in choices):
-        return _Lost(Reason.ABORT, "the engine ended the request with an abort")
-    if not expected or len(choices) != 1 or choices[0].token_ids is None:
+    def _what_is_wrong(self, body: bytes, placement: Placement) -> _Lost | None:
+        """Whether an answer is an interruption in disguise, or not the one that was journaled."""
+        try:
+            choices = _decoder.decode(body).choices
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None  # not this dialect: the engine's own business
+        if any(choice.finish_reason in INTERRUPTED_FINISHES for choice in choices):
+            return _Lost(Reason.ABORT, "the engine ended the request with an abort")
+        expected = placement.expected
+        if not expected or len(choices) != 1 or choices[0].token_ids is None:
+            return None
+        ids = choices[0].token_ids
+        # A stop string may end the answer a few tokens before the journal does; what is there must agree.
+        short = len(ids) < len(expected) and not self._generation.wishes.stop_strings
+        if short or any(a != b for a, b in zip(ids, expected, strict=False)):
+            return _Lost(Reason.MISMATCH, "the worker's answer does not begin with the journaled tokens")
         return None
-    ids = choices[0].token_ids
-    # A stop string may end the answer a few tokens before the journal does; what is there must agree.
-    if any(a != b for a, b in zip(ids, expected, strict=False)):
-        return _Lost(Reason.MISMATCH, "the worker's answer does not begin with the journaled tokens")
-    return None

@@ -152,7 +152,12 @@ class PoolMeta:
         fingerprint, owner = body.get("fingerprint"), body.get("owner", {})
         if not isinstance(fingerprint, str) or not isinstance(owner, Mapping):
             raise PoolError("pool meta: fingerprint must be a string and owner an object")
-        return cls(size_bytes, PoolLayout.from_json(body.get("layout"), size_bytes), fingerprint, dict(owner))
+        layout = PoolLayout.from_json(body.get("layout"), size_bytes)
+        if fingerprint != layout.fingerprint():
+            raise PoolError(
+                f"pool meta: fingerprint {fingerprint!r:.40} is not that of the layout; send layout.fingerprint()"
+            )
+        return cls(size_bytes, layout, fingerprint, dict(owner))
 
 
 def _whole(value: object, what: str) -> int:

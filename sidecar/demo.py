@@ -5,36 +5,31 @@ and compares. What is shown is measured here, from the client's side, but for th
 itself.
 """
 
+import asyncio
 import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-import time
-from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from difflib import SequenceMatcher
 from typing import Any
 
-import psutil
+import aiohttp
 from rich.console import Console
 from rich.table import Table
 
-from ..session.errors import EngineError, MidstreamError
+from ..loadtest.client import Answer, read_stream
+from ..loadtest.harness import SidecarProcess, Victim, kill_worker
+from ..session.errors import EngineError
 from . import environments
-from .cli_inspect import ask
-from .demo_client import Answer, lost_and_duplicated, read_stream
-from .environment_build import Report
 
 CUT_AT_TOKEN = 48
-TOKENS_MAX = 120
-START_TIMEOUT_S = 600.0
-ANSWER_TIMEOUT_S = 300.0
-CHAT = "/v1/chat/completions"
 PROMPT = "Write a long story about a dog named Max who travels the world."
+REQUEST: dict[str, Any] = {
+    "model": "smollm2",
+    "messages": [{"role": "user", "content": PROMPT}],
+    "max_tokens": 120,
+    "temperature": 0.7,
+    "seed": 11,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,145 +58,71 @@ class Result:
 
 def run(*, engine: str, as_json: bool) -> int:
     """Show it; 0 only if the answer was identical, complete and exact."""
-    console = Console(stderr=as_json)
     progress = environments.Progress()
-    command, environ = _engine_command(engine, progress)
-    with (
-        tempfile.TemporaryDirectory(prefix="midstream-demo-", dir=_memory_dir()) as folder,
-        _sidecar(command, environ, Path(folder), progress) as url,
-    ):
+    try:
+        command, environ = environments.demo_engine(engine, progress)
+        # With --json the story goes to standard error, so that standard output is the one object.
+        result = asyncio.run(_show(engine, command, environ, Console(stderr=as_json), progress))
+    finally:
         progress.close()
-        result = _show(url, engine, console)
     if as_json:
         print(json.dumps(asdict(result)))
     else:
-        console.print(_table(result))
+        Console().print(_table(result))
     return 0 if result.good else 1
 
 
-def _memory_dir() -> str | None:
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-
-
-def _engine_command(engine: str, progress: Report) -> tuple[list[str], Mapping[str, str]]:
-    if engine == "vllm":
-        python = environments.vllm_python(progress)
-        model = environments.model(progress)
-        command = [
-            str(python), str(python.with_name("vllm")), "serve", str(model), "--served-model-name", "smollm2",
-            "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8",
-        ]  # fmt: skip
-        return command, {**os.environ, **environments.VLLM_ENVIRON}
-    python = environments.transformers_python(progress)
-    model = environments.model(progress)
-    command = [
-        str(python), "-m", "midstream.adapters.transformers.server", "--model", str(model),
-        "--served-model-name", "smollm2", "--threads", "1",
-    ]  # fmt: skip
-    return command, dict(os.environ)
-
-
-@contextmanager
-def _sidecar(command: list[str], environ: Mapping[str, str], folder: Path, progress: Report) -> Iterator[str]:
-    log = folder / "sidecar.log"
-    argv = [
-        sys.executable, "-m", "midstream.sidecar.cli", "run", "--workers", "2", "--port", "0",
-        "--state-dir", str(folder / "state"), "--log-format", "json", "--", *command,
-    ]  # fmt: skip
-    with log.open("wb") as sink:
-        process = subprocess.Popen(argv, env=dict(environ), stdout=sink, stderr=subprocess.STDOUT)
+async def _show(
+    engine: str,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    console: Console,
+    progress: environments.Progress,
+) -> Result:
+    sidecar = SidecarProcess(command, environ=environ)
+    progress("starting two workers")
     try:
-        yield _wait_ready(process, log, progress)
+        async with aiohttp.ClientSession() as http:
+            await sidecar.start(http)
+            progress.close()
+            console.print(f"[bold]{PROMPT}[/bold]  [dim]({engine}; the undisturbed answer is not shown)[/dim]\n")
+            url = f"{sidecar.url}/v1/chat/completions"
+            undisturbed = _require_whole(await read_stream(http, url, REQUEST))
+            story = _Story(sidecar, http, console)
+            answer = _require_whole(await read_stream(http, url, REQUEST, on_tokens=story.tell))
+            console.print("\n")
+            outcomes = (await sidecar.sessions(http))[-1]["outcomes"]
+            return compare(engine, undisturbed, answer, outcomes, story.killed)
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        _stop_holder(folder / "state")
+        await asyncio.to_thread(sidecar.stop)
 
 
-def _stop_holder(state: Path) -> None:
-    """The holder outlives a sidecar; that of a demo has nothing left to hold."""
-    for process in psutil.process_iter(["cmdline"]):
-        if str(state / "holder.sock") in (process.info["cmdline"] or ()):
-            process.terminate()
+class _Story:
+    """Prints the answer as it comes, and kills the worker that writes it at the named token."""
+
+    def __init__(self, sidecar: SidecarProcess, http: aiohttp.ClientSession, console: Console) -> None:
+        self._sidecar = sidecar
+        self._http = http
+        self._console = console
+        self._shown = 0
+        self.killed = ""
+
+    async def tell(self, answer: Answer) -> None:
+        style = "green" if self.killed else ""
+        self._console.print(answer.text[self._shown :], end="", style=style, markup=False, highlight=False)
+        self._shown = len(answer.text)
+        if not self.killed and len(answer.token_ids) >= CUT_AT_TOKEN:
+            worker = await self._sidecar.serving(self._http)
+            count = len(kill_worker(worker["pid"], Victim.TREE))
+            self.killed = f"{worker['name']}, {count} process{'es' if count > 1 else ''}"
+            at = f"<SIGKILL at token {len(answer.token_ids)}: {self.killed}>"
+            self._console.print(f" [bold red]{at}[/bold red] ", end="")
 
 
-def _wait_ready(process: "subprocess.Popen[bytes]", log: Path, progress: Report) -> str:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    url = ""
-    while time.monotonic() < deadline:
-        progress("starting two workers")
-        if process.poll() is not None:
-            raise EngineError(f"the sidecar ended early:\n{_last_lines(log)}")
-        url = url or _listening(log)
-        if url:
-            workers = _workers(url)
-            if len(workers) == 2 and all(w["state"] == "ready" for w in workers):
-                return url
-            if any(w["state"] == "failed" for w in workers):
-                break
-        time.sleep(0.2)
-    raise EngineError(f"the workers did not come up:\n{_last_lines(log)}")
-
-
-def _listening(log: Path) -> str:
-    for line in log.read_text(errors="replace").splitlines():
-        if "event=listening url=" in line:
-            return line.split("event=listening url=")[1].split()[0]
-    return ""
-
-
-def _last_lines(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-20:])
-
-
-def _workers(url: str) -> list[dict[str, Any]]:
-    try:
-        return list(ask(url, "/midstream/v1/status")["workers"])
-    except MidstreamError:
-        return []
-
-
-def _show(url: str, engine: str, console: Console) -> Result:
-    body = {
-        "model": "smollm2",
-        "messages": [{"role": "user", "content": PROMPT}],
-        "max_tokens": TOKENS_MAX,
-        "temperature": 0.7,
-        "seed": 11,
-        "stream": True,
-        "return_token_ids": True,
-        "stream_options": {"include_usage": True},
-    }
-    console.print(f"[bold]{PROMPT}[/bold]  [dim]({engine}; asked twice, the first answer is not shown)[/dim]\n")
-    undisturbed = deque(read_stream(f"{url}{CHAT}", body, ANSWER_TIMEOUT_S), maxlen=1).pop()
-    killed, shown = "", 0
-    answer = Answer()
-    for answer in read_stream(f"{url}{CHAT}", body, ANSWER_TIMEOUT_S):
-        console.print(answer.text[shown:], end="", style="green" if killed else "", markup=False, highlight=False)
-        shown = len(answer.text)
-        if not killed and len(answer.token_ids) >= CUT_AT_TOKEN:
-            killed = _kill_serving(url)
-            console.print(f"[bold red] <SIGKILL at token {len(answer.token_ids)}: {killed}> [/bold red]", end="")
-    console.print("\n")
-    session = ask(url, "/midstream/v1/sessions")["sessions"][-1]
-    return _compare(engine, undisturbed, answer, session["outcomes"], killed)
-
-
-def _kill_serving(url: str) -> str:
-    """SIGKILL all processes of the worker that has the session; says which."""
-    serving = next(w for w in _workers(url) if w["sessions"])
-    root = psutil.Process(serving["pid"])
-    processes = [*root.children(recursive=True), root]
-    for process in processes:
-        process.kill()
-    return f"{serving['name']} ({len(processes)} processes)"
-
-
-def _compare(engine: str, undisturbed: Answer, answer: Answer, outcomes: list[dict[str, Any]], killed: str) -> Result:
+def compare(
+    engine: str, undisturbed: Answer, answer: Answer, outcomes: Sequence[Mapping[str, Any]], killed: str
+) -> Result:
+    """What became of `answer`, beside the undisturbed one and what the sidecar reported."""
     lost, duplicated = lost_and_duplicated(undisturbed.token_ids, answer.token_ids)
     last = outcomes[-1] if outcomes else {}
     return Result(
@@ -211,14 +132,30 @@ def _compare(engine: str, undisturbed: Answer, answer: Answer, outcomes: list[di
         lag=int(last.get("lag", 0)),
         outcome=str(last.get("outcome", "undisturbed")),
         tier=str(last.get("tier", "")),
-        identical=answer.is_same(undisturbed),
+        identical=answer.same_as(undisturbed),
         lost=lost,
         duplicated=duplicated,
-        gap_ms=answer.gap_ms,
+        gap_ms=round(answer.gap_s * 1000, 1),
         kv_tokens_loaded=int(last.get("kv_tokens_loaded", 0)),
         tokens_recomputed=int(last.get("tokens_recomputed", 0)),
         killed=killed,
     )
+
+
+def lost_and_duplicated(wanted: Sequence[int], got: Sequence[int]) -> tuple[int, int]:
+    """How many of the wanted tokens are missing, and how many tokens are there that should not be."""
+    lost = extra = 0
+    for kind, i1, i2, j1, j2 in SequenceMatcher(None, wanted, got, autojunk=False).get_opcodes():
+        if kind != "equal":
+            lost += i2 - i1
+            extra += j2 - j1
+    return lost, extra
+
+
+def _require_whole(answer: Answer) -> Answer:
+    if not answer.whole:
+        raise EngineError(f"the answer did not end well: {answer.error or '; '.join(answer.violations)}")
+    return answer
 
 
 def _table(result: Result) -> Table:

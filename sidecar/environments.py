@@ -142,6 +142,18 @@ def tiny_model(report: Report) -> Path:
     return built_once(_place("tiny", _source(maker)), build, report) / "model"
 
 
+def demo_engine(engine: str, report: Report) -> tuple[list[str], dict[str, str]]:
+    """The command of one worker of the demo's model, without port, and what its environment needs beside ours."""
+    if engine == "vllm":
+        python = vllm_python(report)
+        command = [str(python), str(python.with_name("vllm")), "serve", str(model(report))]
+        options = ["--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8"]
+        return [*command, "--served-model-name", "smollm2", *options], dict(VLLM_ENVIRON)
+    python = transformers_python(report)
+    command = [str(python), "-m", "midstream.adapters.transformers.server", "--model", str(model(report))]
+    return [*command, "--served-model-name", "smollm2", "--threads", "1"], {}
+
+
 class Progress:
     """Shows what is going on: one changing line on a terminal, else now and then a line of its own."""
 

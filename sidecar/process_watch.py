@@ -11,11 +11,13 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .processes import Process, collect, descendants, members, open_pidfd, read_process, remains, say_status, send
+from .processes import Process, all_pids, collect, open_pidfd, read_process, remains, say_status, send
 
-# Engines start their processes in the first seconds; later ones are rare.
+# Engines start their processes in the first seconds; later ones are rare, and looking is not free.
 _FIRST_SCANS_S = (0.02, 0.05, 0.1)
 _SCAN_S = 0.25
+_SETTLED_AFTER_SCANS = 240
+_SETTLED_SCAN_S = 1.0
 # What is left when the root has ended in good order was forgotten by it.
 _FORGOTTEN_S = 0.5
 _KILL_POLL_S = 0.01
@@ -47,6 +49,8 @@ class TreeWatch:
         self._on_death = on_death
         # By pid and start: while one's death waits to be told, its pid may already be another's.
         self._watched: dict[tuple[int, int], tuple[Process, int]] = {}
+        # Pids that were looked at and are not of the tree: so that each scan reads only what is new.
+        self._strangers: set[int] = set()
         # Dead, and perhaps to become children of this process once their parents are dead too.
         self._uncollected: list[Process] = []
         self._loop = asyncio.get_running_loop()
@@ -63,13 +67,16 @@ class TreeWatch:
     def scan(self) -> None:
         """Look for processes that are new since the last time, and collect the orphans among the dead."""
         self._uncollected = collect(self._uncollected)
-        for process in descendants(self._root):
-            self._watch(process)
-        # One whose parent died no longer hangs on the root; its own children hang on it.
-        for process in self.living():
-            if not process.is_same(self._root):
-                for child in descendants(process):
-                    self._watch(child)
+        pids = all_pids()
+        self._strangers &= pids
+        watched = {pid for pid, _ in self._watched}
+        unknown = [p for pid in pids - self._strangers - watched if (p := read_process(pid)) is not None]
+        while found := [p for p in unknown if p.parent in watched or self._is_of_session(p)]:
+            for process in found:
+                self._watch(process)
+                watched.add(process.pid)
+            unknown = [p for p in unknown if p.pid not in watched]  # perhaps children of those just found
+        self._strangers.update(p.pid for p in unknown)
 
     def living(self) -> list[Process]:
         """The processes that are watched and not known to be dead."""
@@ -105,11 +112,13 @@ class TreeWatch:
 
     def _all_left(self) -> list[Process]:
         """What lives of the tree: also what forked a moment ago, and what was left by parents that died."""
+        self._strangers.clear()
         self.scan()
-        if self._root.session == self._root.pid:  # its own session, so everything in it belongs to it
-            for process in members(self._root.session):
-                self._watch(process)
         return [p for p in self.living() if p.is_same(read_process(p.pid))]
+
+    def _is_of_session(self, process: Process) -> bool:
+        """Whether a process belongs to the root's own kernel session, if it has one: orphans do still."""
+        return self._root.session == self._root.pid == process.session
 
     async def _until_dead(self, processes: list[Process], within_s: float) -> None:
         deadline, pause_s = self._loop.time() + within_s, _KILL_POLL_S
@@ -146,6 +155,9 @@ class TreeWatch:
         for pause_s in _FIRST_SCANS_S:
             await asyncio.sleep(pause_s)
             self.scan()
-        while True:
+        for _ in range(_SETTLED_AFTER_SCANS):
             await asyncio.sleep(_SCAN_S)
+            self.scan()
+        while True:
+            await asyncio.sleep(_SETTLED_SCAN_S)
             self.scan()

@@ -72,26 +72,9 @@ def say_status(status: int | None) -> str:
     return f"exit code {os.waitstatus_to_exitcode(status)}"
 
 
-def descendants(root: Process) -> list[Process]:
-    """The living processes of the tree of `root`, itself first; empty when it is gone."""
-    if not root.is_same(read_process(root.pid)):
-        return []
-    found, queue = [root], [root.pid]
-    seen = {root.pid}
-    while queue:
-        for pid in _children(queue.pop()):
-            if pid not in seen:
-                seen.add(pid)
-                child = read_process(pid)
-                if child is not None:
-                    found.append(child)
-                queue.append(pid)
-    return found
-
-
-def members(session: int) -> list[Process]:
-    """All living processes of a kernel session: also those whose parents are gone. Reads the whole of /proc."""
-    return [p for p in _all() if p.session == session]
+def all_pids() -> set[int]:
+    """The pids of all processes that this one may see."""
+    return {int(name) for name in os.listdir(_PROC) if name.isdigit()}
 
 
 def open_pidfd(process: Process) -> int | None:
@@ -171,29 +154,3 @@ def _read_stat(pid: int) -> tuple[Process, str, int] | None:
     fields = text[text.rindex(")") + 2 :].split()
     process = Process(pid, int(fields[19]), name, int(fields[1]), int(fields[3]))
     return process, fields[0], int(fields[49])
-
-
-def _children(pid: int) -> list[int]:
-    """The children of a process, asked of each of its threads: much cheaper than reading all of /proc."""
-    found: list[int] = []
-    try:
-        threads = os.listdir(_PROC / str(pid) / "task")
-    except (FileNotFoundError, ProcessLookupError):
-        return found
-    for thread in threads:
-        try:
-            text = (_PROC / str(pid) / "task" / thread / "children").read_bytes()
-        except (FileNotFoundError, ProcessLookupError):
-            if not _KERNEL_LISTS_CHILDREN:
-                return [p.pid for p in _all() if p.parent == pid]
-            continue
-        found.extend(int(word) for word in text.split())
-    return found
-
-
-def _all() -> list[Process]:
-    pids = (int(name) for name in os.listdir(_PROC) if name.isdigit())
-    return [process for pid in pids if (process := read_process(pid)) is not None]
-
-
-_KERNEL_LISTS_CHILDREN = (_PROC / "self" / "task" / str(os.getpid()) / "children").exists()

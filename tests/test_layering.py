@@ -17,7 +17,7 @@ BELOW = {
     "proxy": {"session"},
     "adapters": {"session"},
     "loadtest": {"session"},
-    "sidecar": {"proxy", "adapters", "session"},
+    "sidecar": {"proxy", "adapters", "loadtest", "session"},
 }
 
 # State machines, formats and verdicts: time, chance and the outside world are arguments there.

@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ...session.disk_store import DiskStore
@@ -24,7 +25,7 @@ from ..private_socket import private_socket
 from .counters import Counters
 from .coverage import Coverage
 from .operations import Operations
-from .restorer import Restorer
+from .restorer import RUNNING_MAX, Restorer
 from .server import CONNECTIONS_MAX, Server
 from .snapshots import Policy, Snapshotter
 from .sources import Sources
@@ -32,6 +33,7 @@ from .sums import Sums
 from .watcher import POLL_S, Watcher
 
 STORE_BYTES_MAX = 64 << 30
+THREADS_MAX = RUNNING_MAX + 16
 
 _log = logging.getLogger(__name__)
 
@@ -78,11 +80,13 @@ def _open_store(options: argparse.Namespace) -> DiskStore | None:
     try:
         return DiskStore(options.store, bytes_max=options.store_bytes_max)
     except StoreError as error:
-        _log.error("no snapshots, serving goes on: %s", error)
+        _log.error("event=no_store serving=on error=%s", error)
         return None
 
 
 async def _serve(options: argparse.Namespace, listener: socket.socket, store: DiskStore | None) -> None:
+    # A disk that hangs holds its threads for good; there are enough for all restores beside it.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="mover"))
     counters = Counters()
     sources = Sources(HolderClient(options.holder))
     coverage, sums = Coverage(), Sums()

@@ -8,21 +8,24 @@ those blocks.
 """
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from ...session.arena import ArenaReader, LoadState, Slot, SlotState, Table
 from ...session.errors import ArenaError, CorruptError, PoolError, StoreError
 from ...session.ids import SessionId
+from ...session.layout import PoolLayout
 from ...session.manifest import Manifest
 from ...session.store import Store
 from . import copying
 from .copying import BlockCopy, Copied
 from .counters import Counters
 from .coverage import Coverage
+from .matching import SessionKv, check_match
 from .protocol import MoverError, Reason, RestoreResult
 from .sources import MappedPool, Sources, key_of
 from .sums import Sums
@@ -35,6 +38,8 @@ POLL_SLOW_S = 0.005
 POLL_FAST_FOR_S = 1.0
 BYTES_PER_STEP = 16 << 20
 RUNNING_MAX = 64
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,12 @@ class _Destination:
     @property
     def tokens(self) -> int:
         return self.slot.prompt_len + len(self.outputs) - 1
+
+    def wanted(self) -> SessionKv:
+        """What the KV must be."""
+        return _offer(
+            self.slot, key_of(self.reader), self.pool.layout, self.pool.fingerprint, self.outputs, self.tokens
+        )
 
     def check(self) -> None:
         """Raise MoverError unless the engine still waits for exactly these blocks."""
@@ -125,9 +136,16 @@ class Restorer:
         self._coverage.filled(reader, slot, Table(destination.slot.table_generation, destination.blocks))
         reader.answer(slot, LoadState.DONE, destination.tokens)
         self._count(done)
-        return RestoreResult(
-            True, destination.tokens, done.bytes, done.verified, done.unverified, time.monotonic() - began
+        seconds = time.monotonic() - began
+        _log.info(
+            "event=restored session=%s generation=%d tokens=%d bytes=%d seconds=%.4f",
+            order.session,
+            order.to_generation,
+            destination.tokens,
+            done.bytes,
+            seconds,
         )
+        return RestoreResult(True, destination.tokens, done.bytes, done.verified, done.unverified, seconds)
 
     def _failed(
         self, reader: ArenaReader, slot: Slot | None, error: BaseException, done: Copied, began: float
@@ -213,10 +231,9 @@ class Restorer:
         if slot is None:
             raise MoverError(Reason.SESSION, f"session {order.session}: generation {generation} is not in {path}")
         covered = self._coverage.read(reader, slot)
-        _check_prompt(to, slot.prompt_len, slot.prompt_hash)
-        _check_key(to, key_of(reader))
-        _check_layout(to, pool.fingerprint, pool.layout.block_tokens, [p.size_bytes for p in pool.layout.planes])
-        _check_tokens(to, covered.outputs, covered.kv_len)
+        check_match(
+            _offer(slot, key_of(reader), pool.layout, pool.fingerprint, covered.outputs, covered.kv_len), to.wanted()
+        )
         blocks = covered.table.blocks[: len(to.blocks)]
         if len(blocks) < len(to.blocks):
             raise MoverError(Reason.TABLE, f"session {order.session}: its old table has {len(blocks)} blocks only")
@@ -251,12 +268,7 @@ class Restorer:
         manifest = await asyncio.to_thread(self._store.latest, order.session)
         if manifest is None:
             raise MoverError(Reason.STORE, f"session {order.session}: no snapshot of it is stored")
-        _check_prompt(to, manifest.prompt_len, manifest.prompt_hash)
-        _check_key(to, dict(manifest.key))
-        _check_layout(to, manifest.fingerprint, manifest.block_tokens, None)
-        _check_tokens(to, list(manifest.outputs), manifest.kv_len)
-        if manifest.block_bytes != to.pool.layout.block_bytes:
-            raise MoverError(Reason.LAYOUT, f"session {order.session}: stored blocks have {manifest.block_bytes} bytes")
+        check_match(_stored(manifest), to.wanted())
         done = Copied(0, 0, 0)
         step = max(1, BYTES_PER_STEP // manifest.block_bytes)
         for at in range(0, len(to.blocks), step):
@@ -265,6 +277,30 @@ class Restorer:
             count = min(at + step, len(to.blocks))
             done = Copied(count * manifest.block_bytes, count, 0)
         return done
+
+
+def _offer(
+    slot: Slot, key: Mapping[str, Any], layout: PoolLayout, fingerprint: str, outputs: Sequence[int], kv_len: int
+) -> SessionKv:
+    return SessionKv(
+        slot.session,
+        key,
+        (fingerprint, layout.block_tokens, layout.block_bytes),
+        (slot.prompt_len, slot.prompt_hash),
+        outputs,
+        kv_len,
+    )
+
+
+def _stored(manifest: Manifest) -> SessionKv:
+    return SessionKv(
+        manifest.session,
+        manifest.key,
+        (manifest.fingerprint, manifest.block_tokens, manifest.block_bytes),
+        (manifest.prompt_len, manifest.prompt_hash),
+        manifest.outputs,
+        manifest.kv_len,
+    )
 
 
 def _load(store: Store, manifest: Manifest, to: _Destination, ordinals: range) -> None:
@@ -283,31 +319,3 @@ async def _in_thread(function: Callable[P, T], /, *arguments: P.args, **named: P
     except asyncio.CancelledError:
         await asyncio.wait({work})
         raise
-
-
-def _check_prompt(to: _Destination, prompt_len: int, prompt_hash: str) -> None:
-    if (prompt_len, prompt_hash) != (to.slot.prompt_len, to.slot.prompt_hash):
-        raise MoverError(Reason.PROMPT, f"session {to.slot.session}: its prompt has other tokens in the new engine")
-
-
-def _check_key(to: _Destination, key: dict[str, object]) -> None:
-    own = key_of(to.reader)
-    different = sorted(name for name in key.keys() | own.keys() if key.get(name, ...) != own.get(name, ...))
-    if different:
-        raise MoverError(Reason.KEY, f"session {to.slot.session}: the engines differ in {', '.join(different)}")
-
-
-def _check_layout(to: _Destination, fingerprint: str, block_tokens: int, plane_bytes: list[int] | None) -> None:
-    layout = to.pool.layout
-    same = fingerprint == to.pool.fingerprint and block_tokens == layout.block_tokens
-    if not same or (plane_bytes is not None and plane_bytes != [p.size_bytes for p in layout.planes]):
-        raise MoverError(Reason.LAYOUT, f"session {to.slot.session}: the pools' blocks are laid out differently")
-
-
-def _check_tokens(to: _Destination, outputs: list[int], kv_len: int) -> None:
-    if outputs[: len(to.outputs)] != to.outputs:
-        raise MoverError(Reason.TOKENS, f"session {to.slot.session}: what was re-entered is not what was journaled")
-    if kv_len < to.tokens:
-        raise MoverError(
-            Reason.INCOMPLETE, f"session {to.slot.session}: KV of {kv_len} positions, {to.tokens} are asked for"
-        )

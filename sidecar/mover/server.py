@@ -101,12 +101,12 @@ class Server:
             reply = _refusal(number, Reason.INTERNAL, str(error))
         except Exception as error:
             self._counters.fail(Reason.INTERNAL)
-            _log.exception("request failed line=%.200r", line)
+            _log.exception("event=request_failed line=%.200r", line)
             reply = _refusal(number, Reason.INTERNAL, f"{type(error).__name__}: {error}; see the mover's log")
         try:
             await answers.send(reply)
         except OSError as error:
-            _log.info("answer not delivered: %s", error)
+            _log.info("event=answer_lost error=%s", error)
 
     def _handler(self, op: object) -> Handler:
         if not isinstance(op, str) or op not in self._handlers:

@@ -112,7 +112,7 @@ class Snapshotter:
                 self._store_failed(error)
             except Exception:
                 self._counters.watch_errors += 1
-                _log.exception("round of snapshots failed")
+                _log.exception("event=snapshots_failed")
             await asyncio.sleep(ROUND_S)
 
     async def _round(self) -> None:
@@ -212,12 +212,12 @@ class Snapshotter:
         self._counters.fail(Reason.STORE)
         if not self._failing:
             self._failing = True
-            _log.error("snapshots stopped, serving goes on: %s", error)
+            _log.error("event=snapshots_stopped serving=on error=%s", error)
 
     def _store_works(self) -> None:
         if self._failing:
             self._failing = False
-            _log.info("snapshots go on")
+            _log.info("event=snapshots_go_on")
 
 
 def _put_blocks(draft: Draft, pool: MappedPool, covered: Covered, known: list[str], sums: list[int]) -> list[str]:

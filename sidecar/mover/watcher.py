@@ -99,7 +99,7 @@ class Watcher:
                 except Exception:
                     # A reader of foreign memory may stumble over anything; the other arenas must not care.
                     self._counters.watch_errors += 1
-                    _log.exception("arena not followed arena=%s", path)
+                    _log.exception("event=watch_failed arena=%s", path)
                 else:
                     self._trouble.pop(path, None)
             await asyncio.sleep(self._poll_s)
@@ -157,4 +157,10 @@ class Watcher:
         # Only a change is news: an engine that is still starting has no pool for a minute.
         if self._trouble.get(path) is not error.reason:
             self._trouble[path] = error.reason
-            _log.info("arena not followed worker=%s arena=%s: %s", self._workers.get(path), path, error)
+            _log.info(
+                "event=not_followed worker=%s arena=%s reason=%s error=%s",
+                self._workers.get(path),
+                path,
+                error.reason.value,
+                error,
+            )

@@ -298,14 +298,14 @@ async def test_seeds_are_left_alone_when_told_so() -> None:
     assert "seed" not in coordinator.engines[0].seen[0].body
 
 
-async def test_more_sessions_than_the_bound_are_refused_and_the_others_go_on() -> None:
+async def test_more_requests_than_the_bound_are_refused_and_the_others_go_on() -> None:
     coordinator = one(Script(gap_s=0.05))
-    async with proxied(coordinator, ProxySettings(sessions_max=2)) as client:
+    async with proxied(coordinator, ProxySettings(requests_max=2)) as client:
         gots = await asyncio.gather(*(client.complete() for _ in range(3)))
         assert (await client.complete()).status == 200
     assert sorted(got.status for got in gots) == [200, 200, 503]
     (refused,) = (got for got in gots if got.status == 503)
-    assert refused.json["error"]["code"] == "too_many_sessions"
+    assert refused.json["error"]["code"] == "too_many_requests"
 
 
 async def test_forty_sessions_at_once_lose_their_worker_and_none_is_mixed_up() -> None:
@@ -335,3 +335,25 @@ async def test_a_request_goes_out_as_it_came_but_for_what_the_proxy_must_add() -
     assert set(seen.body) - set(body) == {"return_token_ids", "kv_transfer_params"}
     assert seen.headers["Authorization"] == "Bearer t"
     assert seen.headers["X-Other"] == "o"
+
+
+async def test_answers_without_a_body_are_passed_through() -> None:
+    async with proxied(one()) as client, client.session.head(client.url + "/health") as answer:
+        assert answer.status == 200
+        assert answer.headers["X-Engine"] == "a"
+
+
+async def test_a_coordinator_that_breaks_fails_one_session_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    coordinator = two(Script(at=3))
+    take_over = coordinator.take_over
+
+    async def broken(*_: object) -> Any:
+        coordinator.take_over = take_over  # type: ignore[method-assign]
+        raise KeyError("a bug")
+
+    coordinator.take_over = broken  # type: ignore[method-assign,assignment]
+    async with proxied(coordinator) as client:
+        with pytest.raises(aiohttp.ClientError):
+            await client.complete()
+        assert (await client.complete()).text == ANSWER.text()
+    assert coordinator.of("ended") == [("ended", "failed"), ("ended", "finished")]

@@ -59,6 +59,8 @@ def test_json_comes_back_as_it_was(layout: PoolLayout) -> None:
     assert PoolLayout.from_json(layout.to_json(), layout.end) == layout
     meta = PoolMeta(layout.end, layout, layout.fingerprint(), {"pid": 1})
     assert PoolMeta.from_json(meta.to_json()) == meta
+    with pytest.raises(PoolError, match="not that of the layout"):
+        PoolMeta.from_json(meta.to_json() | {"fingerprint": "0" * 32})
 
 
 @given(good_layouts())

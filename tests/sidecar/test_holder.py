@@ -11,6 +11,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -379,3 +380,39 @@ def test_a_pool_that_was_mapped_stays_usable_after_its_drop(client: HolderClient
     with map_pool(pool, SIZE) as own:
         assert own[:3] == b"abc"
     view.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to become another user")
+@pytest.mark.parametrize(("module", "kind"), [("holder", socket.SOCK_SEQPACKET), ("mover", socket.SOCK_STREAM)])
+def test_another_user_is_turned_away_even_where_the_file_would_let_it_in(module: str, kind: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "open.sock"
+        command = [sys.executable, "-m", f"midstream.sidecar.{module}", "--socket", str(path)]
+        process = subprocess.Popen(command + (["--holder", "/x"] if module == "mover" else []))
+        while not path.exists():
+            assert process.poll() is None
+            time.sleep(0.02)
+        Path(folder).chmod(0o755)
+        path.chmod(0o666)
+        message = b'{"op":"list"}' if module == "holder" else b'{"op":"status"}\n'
+        assert heard_as(0, path, kind, message).startswith(b"{")
+        assert heard_as(65534, path, kind, message) == b""
+        process.kill()
+        process.wait()
+
+
+def heard_as(user: int, path: Path, kind: int, message: bytes) -> bytes:
+    """What a process of that user hears when it says `message`."""
+    program = f"""
+import os, socket
+os.setuid({user})
+s = socket.socket(socket.AF_UNIX, {int(kind)})
+s.settimeout(10)
+s.connect({str(path)!r})
+try:
+    s.send({message!r})
+    os.write(1, s.recv(65536))
+except ConnectionError:
+    pass
+"""
+    return subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, timeout=30, check=True).stdout

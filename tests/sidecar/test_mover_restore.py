@@ -12,7 +12,7 @@ from midstream.session.arena import LoadState
 from midstream.session.held import HolderClient
 from midstream.session.ids import SessionId
 from midstream.sidecar.mover.client import MoverClient
-from midstream.sidecar.mover.protocol import MoverError, Reason
+from midstream.sidecar.mover.protocol import MoverError, Reason, RestoreResult
 from support.mover_rig import BLOCK_TOKENS, KEY, Processes, Worker, prompt_hash
 
 SESSION = SessionId("1" * 32)
@@ -64,7 +64,9 @@ async def until(mover: MoverClient, name: str, value: int) -> dict[str, int]:
     raise AssertionError(f"{name} did not become {value}: {status}")
 
 
-async def restore(mover: MoverClient, old: Worker, new: Worker, deadline_s: float = 5.0, session: SessionId = SESSION):
+async def restore(
+    mover: MoverClient, old: Worker, new: Worker, deadline_s: float = 5.0, session: SessionId = SESSION
+) -> RestoreResult:
     return await mover.restore(
         session, source=(old.arena, 1), to_arena=new.arena, to_generation=2, deadline_s=deadline_s
     )
@@ -389,7 +391,7 @@ async def test_blocks_that_were_filled_and_written_as_a_new_table_keep_their_kv(
     third = Worker(tmp_path, "third", holder)
     third.wait(SESSION, PROMPT, outputs, [8, 9], generation=3)
 
-    async def again(generation: int):
+    async def again(generation: int) -> RestoreResult:
         return await mover.restore(
             SESSION, source=(new.arena, 2), to_arena=third.arena, to_generation=generation, deadline_s=5
         )

@@ -238,7 +238,7 @@ def test_a_store_that_cannot_be_used_is_said_and_the_mover_serves_on(tmp_path: P
         "prompt_hash": "",
     }
     deadline = time.monotonic() + 5
-    while "no snapshots, serving goes on" not in started.log() and time.monotonic() < deadline:
+    while "event=no_store serving=on" not in started.log() and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert "no snapshots, serving goes on" in started.log()
+    assert "event=no_store serving=on" in started.log()
     started.stop()

@@ -282,7 +282,7 @@ async def test_a_store_that_is_taken_away_stops_snapshots_and_nothing_else(
     for _ in range(3):
         with pytest.raises(MoverError, match="check the folder"):
             await mover.snapshot(old.arena, SESSION)
-    assert processes.log().count("snapshots stopped, serving goes on") == 1
+    assert processes.log().count("event=snapshots_stopped serving=on") == 1
     slot = new.wait(SESSION, PROMPT, outputs, [9, 8])
     result = await mover.restore(SESSION, source=(old.arena, 1), to_arena=new.arena, to_generation=2, deadline_s=5)
     assert result.ok

@@ -16,7 +16,6 @@ from midstream.sidecar.process_watch import Death, TreeWatch
 from midstream.sidecar.processes import (
     Process,
     can_die_with_parent,
-    descendants,
     dies_with_parent,
     open_pidfd,
     read_process,
@@ -80,9 +79,48 @@ async def until(condition: Callable[[], bool], within_s: float = 5) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_the_tree_of_a_process_holds_children_and_grandchildren(tree: Tree) -> None:
-    assert {p.pid for p in descendants(tree.root)} == {tree.root.pid, tree.child.pid, tree.grandchild.pid}
-    assert descendants(tree.root)[0] == tree.root
+async def test_the_tree_of_a_process_holds_children_and_grandchildren(tree: Tree) -> None:
+    watch = TreeWatch(tree.root, lambda death: None)
+    watch.start()
+    assert {p.pid for p in watch.living()} == {tree.root.pid, tree.child.pid, tree.grandchild.pid}
+    assert watch.living()[0] == tree.root
+    watch.close()
+
+
+async def test_a_child_in_a_session_of_its_own_is_of_the_tree_and_a_stranger_is_not() -> None:
+    inner = "import time; time.sleep(60)"
+    code = "import subprocess, sys, time;"
+    code += f"subprocess.Popen([sys.executable, '-c', {inner!r}], start_new_session=True); print(1, flush=True);"
+    popen, stranger = spawn(code + inner), spawn(inner)
+    assert popen.stdout is not None
+    popen.stdout.readline()
+    watch = TreeWatch(known(popen.pid), lambda death: None)
+    watch.start()
+    assert len(watch.living()) == 2
+    assert await watch.kill(0) == []
+    assert read_process(stranger.pid) is not None
+    stranger.kill()
+    for process in (popen, stranger):
+        process.communicate()
+    watch.close()
+
+
+async def test_looking_for_new_processes_is_cheap_however_many_threads_they_have() -> None:
+    code = "import threading, time; [threading.Thread(target=time.sleep, args=(60,), daemon=True).start() for _ in range(300)]"
+    popen = spawn(code + "; print(1, flush=True); time.sleep(60)")
+    assert popen.stdout is not None
+    popen.stdout.readline()
+    watch = TreeWatch(known(popen.pid), lambda death: None)
+    watch.start()
+    fastest_s = 1.0
+    for _ in range(20):
+        began = time.perf_counter()
+        watch.scan()
+        fastest_s = min(fastest_s, time.perf_counter() - began)
+    assert fastest_s < 0.003
+    assert await watch.kill(0) == []
+    popen.communicate()
+    watch.close()
 
 
 async def test_the_death_of_any_process_of_the_tree_is_told_at_once(tree: Tree) -> None:
@@ -189,7 +227,6 @@ def test_a_pid_that_now_is_another_process_is_not_touched(tree: Tree) -> None:
     stranger = Process(tree.root.pid, tree.root.started - 1, tree.root.name, 1, 1)
     assert open_pidfd(stranger) is None
     assert send(stranger, signal.SIGKILL) is False
-    assert descendants(stranger) == []
     assert read_process(tree.root.pid) == tree.root
 
 

@@ -1,0 +1,44 @@
+"""Sums of blocks: whose they are, in which order, and how many."""
+
+from pathlib import Path
+
+from midstream.session.ids import SessionId
+from midstream.sidecar.mover.sums import Sums
+
+ARENA = Path("/a")
+OWNER = (ARENA, SessionId("1" * 32), 1)
+OTHER = (ARENA, SessionId("1" * 32), 2)
+
+
+def test_sums_belong_to_one_table_of_one_generation() -> None:
+    sums = Sums()
+    sums.add(OWNER, 1, 0, [11, 12])
+    assert list(sums.get(OWNER, 1)) == [11, 12]
+    assert list(sums.get(OWNER, 2)) == []
+    assert list(sums.get(OTHER, 1)) == []
+    sums.add(OWNER, 2, 0, [21])
+    assert list(sums.get(OWNER, 1)) == []
+    assert list(sums.get(OWNER, 2)) == [21]
+    assert sums.count == 1
+
+
+def test_sums_are_added_in_order_and_never_with_a_gap() -> None:
+    sums = Sums()
+    sums.add(OWNER, 1, 0, [11])
+    sums.add(OWNER, 1, 2, [13])
+    assert list(sums.get(OWNER, 1)) == [11]
+    sums.add(OWNER, 1, 1, [12, 13])
+    sums.add(OWNER, 1, 1, [99])
+    assert list(sums.get(OWNER, 1)) == [11, 12, 13]
+
+
+def test_the_count_is_that_of_what_is_kept() -> None:
+    sums = Sums(4)
+    sums.add(OWNER, 1, 0, [1, 2])
+    sums.add(OTHER, 1, 0, [3])
+    assert (sums.count, sums.room) == (3, 1)
+    assert sorted(sums.owners(ARENA)) == [OWNER, OTHER]
+    assert sums.owners(Path("/b")) == []
+    sums.drop(OWNER)
+    sums.drop(OWNER)
+    assert (sums.count, sums.room) == (1, 3)
