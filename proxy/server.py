@@ -1,8 +1,8 @@
 """The proxy as an aiohttp application: which handler takes a request.
 
-Owns the wiring and the bound on open requests. Invariant: a session id is drawn here and never comes from a client; each
-admitted session is reported ended exactly once. The daemon runs the application (with `make_runner`) and brings the
-coordinator.
+Owns the wiring and the bound on open requests. Invariant: a session id is drawn here and never comes from a client;
+each admitted session is reported ended exactly once. The daemon runs the application (with `make_runner`) and brings
+the coordinator.
 """
 
 import random

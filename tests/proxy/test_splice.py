@@ -299,3 +299,13 @@ def test_an_event_that_is_not_understood_is_forwarded_but_makes_the_stream_stay_
     splicer.begin()
     assert feed(splicer, b"data: something else\n\n").out == b"data: something else\n\n"
     assert splicer.opaque
+
+
+def test_of_what_the_client_has_not_even_an_empty_chunk_is_sent() -> None:
+    splicer = Splicer(Wishes(chat=True))
+    voice = Voice(Answer.words(4), True, True)
+    splicer.begin()
+    feed(splicer, *attempt(voice, 0, [], 2))
+    splicer.begin(voice.answer.ids[:2])
+    step = feed(splicer, voice.role(), voice.tokens(0, 1, first=True), voice.tokens(1, 2, first=False))
+    assert (step.out, step.fresh, step.tokens) == (b"", False, 2)
