@@ -195,6 +195,10 @@ class SchedulerSide:
 
     def step_meta(self, scheduled: Any) -> StepMeta:
         """Write the block tables of what the step about to be launched touches."""
+        for request_id in scheduled.preempted_req_ids or ():
+            # Its blocks may be another's from this step on: a table that still named them would be a lie.
+            if (preempted := self._tracked.get(request_id)) is not None:
+                preempted.slot.set_blocks(())
         for new in scheduled.scheduled_new_reqs:
             tracked = self._tracked.get(new.req_id)
             if tracked is not None:
