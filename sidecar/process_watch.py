@@ -6,10 +6,12 @@ is not decided here. Children that live shorter than one scan may never be seen.
 """
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 from .processes import Process, all_pids, collect, open_pidfd, read_process, remains, say_status, send
 
@@ -25,6 +27,7 @@ _KILL_POLL_MAX_S = 0.1
 # After SIGKILL the kernel needs a moment to take a process down, longer where gigabytes are to be freed.
 _UNKILLABLE_S = 30.0
 WATCHED_MAX = 4096
+_LOG = logging.getLogger("midstream.processes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,8 @@ class TreeWatch:
         self._root = root
         self._on_death = on_death
         # By pid and start: while one's death waits to be told, its pid may already be another's.
-        self._watched: dict[tuple[int, int], tuple[Process, int]] = {}
+        # Without a descriptor, when those have run out, a process is looked at in each scan.
+        self._watched: dict[tuple[int, int], tuple[Process, int | None]] = {}
         # Pids that were looked at and are not of the tree: so that each scan reads only what is new.
         self._strangers: set[int] = set()
         # Dead, and perhaps to become children of this process once their parents are dead too.
@@ -76,7 +80,11 @@ class TreeWatch:
                 self._watch(process)
                 watched.add(process.pid)
             unknown = [p for p in unknown if p.pid not in watched]  # perhaps children of those just found
-        self._strangers.update(p.pid for p in unknown)
+        self._strangers |= pids - watched
+        for process, descriptor in list(self._watched.values()):
+            is_watched = (process.pid, process.started) in self._watched  # a callback may have closed this watch
+            if descriptor is None and is_watched and not process.is_same(read_process(process.pid)):
+                self._died(process)
 
     def living(self) -> list[Process]:
         """The processes that are watched and not known to be dead."""
@@ -106,6 +114,7 @@ class TreeWatch:
             await self._until_dead(left, min(1.0, max(deadline - self._loop.time(), 0)))
             if self._loop.time() >= deadline:
                 return self._all_left()
+        self.scan()
         await asyncio.sleep(0)  # the deaths are told, if they were not
         self._uncollected = collect(self._uncollected)
         return []
@@ -131,7 +140,12 @@ class TreeWatch:
             return True
         if len(self._watched) >= WATCHED_MAX:
             return False
-        descriptor = open_pidfd(process)
+        try:
+            descriptor = open_pidfd(process)
+        except OSError as error:
+            _LOG.warning("pid=%d is watched by looking at it (%s); raise the limit: ulimit -n", process.pid, error)
+            self._watched[process.pid, process.started] = (process, None)
+            return True
         if descriptor is None:
             return False
         self._watched[process.pid, process.started] = (process, descriptor)
@@ -148,16 +162,15 @@ class TreeWatch:
 
     def _forget(self, process: Process) -> None:
         _, descriptor = self._watched.pop((process.pid, process.started))
-        self._loop.remove_reader(descriptor)
-        os.close(descriptor)
+        if descriptor is not None:
+            self._loop.remove_reader(descriptor)
+            os.close(descriptor)
 
     async def _scan_on(self) -> None:
-        for pause_s in _FIRST_SCANS_S:
+        settling = chain(_FIRST_SCANS_S, repeat(_SCAN_S, _SETTLED_AFTER_SCANS), repeat(_SETTLED_SCAN_S))
+        for pause_s in settling:
             await asyncio.sleep(pause_s)
-            self.scan()
-        for _ in range(_SETTLED_AFTER_SCANS):
-            await asyncio.sleep(_SCAN_S)
-            self.scan()
-        while True:
-            await asyncio.sleep(_SETTLED_SCAN_S)
-            self.scan()
+            try:
+                self.scan()
+            except OSError as error:  # out of descriptors: the next scan may find some
+                _LOG.warning("pid=%d its tree cannot be looked at now (%s)", self._root.pid, error)

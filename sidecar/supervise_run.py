@@ -49,6 +49,8 @@ _HEALTH_TIMEOUT_S = 5.0
 _CONNECT_TIMEOUT_S = 2.0
 # A process that has been there for as long as this is part of the engine, not a compiler that it called.
 _ESTABLISHED_S = 10.0
+_KILL_TRIES = 60
+_KILL_PAUSE_S = 0.5
 # How long the last lines of a dead engine are waited for.
 _LAST_LINES_S = 0.5
 
@@ -266,7 +268,7 @@ class Supervised:
     async def _kill(self, epoch: int, grace_s: float) -> None:
         async with self._at_work:
             if self._watch is not None:
-                if left := await self._watch.kill(grace_s):
+                if left := await self._kill_tree(self._watch, grace_s):
                     _LOG.error(
                         "worker=%s epoch=%d processes %s cannot be killed (stuck in a driver?); going on without them",
                         self.worker,
@@ -281,6 +283,15 @@ class Supervised:
                     self._popen.stdout.close()
             self._watch = self._popen = None
         self._happened(Gone(epoch))
+
+    async def _kill_tree(self, watch: TreeWatch, grace_s: float) -> list[Process]:
+        for _ in range(_KILL_TRIES):
+            try:
+                return await watch.kill(grace_s)
+            except OSError as error:  # out of descriptors: those of the engine's streams are about to be closed
+                _LOG.warning("worker=%s its processes cannot be ended now (%s); trying again", self.worker, error)
+                await asyncio.sleep(_KILL_PAUSE_S)
+        return watch.living()
 
     async def _end_tasks(self) -> None:
         tasks, self._epoch_tasks = self._epoch_tasks, []

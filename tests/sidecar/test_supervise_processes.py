@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import errno
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from midstream.sidecar import process_watch
 from midstream.sidecar.process_watch import Death, TreeWatch
 from midstream.sidecar.processes import (
     Process,
@@ -106,8 +108,9 @@ async def test_a_child_in_a_session_of_its_own_is_of_the_tree_and_a_stranger_is_
 
 
 async def test_looking_for_new_processes_is_cheap_however_many_threads_they_have() -> None:
-    code = "import threading, time; [threading.Thread(target=time.sleep, args=(60,), daemon=True).start() for _ in range(300)]"
-    popen = spawn(code + "; print(1, flush=True); time.sleep(60)")
+    code = "import threading, time\n"
+    code += "for _ in range(300): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    popen = spawn(code + "print(1, flush=True); time.sleep(60)")
     assert popen.stdout is not None
     popen.stdout.readline()
     watch = TreeWatch(known(popen.pid), lambda death: None)
@@ -159,6 +162,24 @@ async def test_a_child_that_comes_later_is_watched_too() -> None:
     assert not deaths[0].is_root
     assert await watch.kill(0) == []
     popen.communicate()
+    watch.close()
+
+
+async def test_a_death_is_told_also_where_descriptors_have_run_out(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_more(process: Process) -> int | None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    deaths: list[Death] = []
+    watch = TreeWatch(tree.root, deaths.append)
+    with monkeypatch.context() as patched:
+        patched.setattr(process_watch, "open_pidfd", no_more)
+        watch.start()
+    assert len(watch.living()) == 3
+    os.kill(tree.child.pid, signal.SIGKILL)
+    await until(lambda: bool(deaths))
+    assert deaths[0].process.is_same(tree.child)
+    assert await watch.kill(0) == []
+    assert watch.living() == []
     watch.close()
 
 

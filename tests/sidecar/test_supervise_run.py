@@ -1,6 +1,7 @@
 """Engines that really run and really die: small servers with a child each, killed with SIGKILL."""
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -14,8 +15,9 @@ import pytest
 import uvloop
 
 from midstream.session.errors import EngineError
+from midstream.sidecar import supervise_run
 from midstream.sidecar.engine_log import LINE_BYTES_MAX, LineCutter
-from midstream.sidecar.process_watch import Death
+from midstream.sidecar.process_watch import Death, TreeWatch
 from midstream.sidecar.processes import Process, read_process
 from midstream.sidecar.supervise import Policy, WorkerState
 from midstream.sidecar.supervise_run import Command, EpochDeath, StateChange, Supervised
@@ -224,6 +226,27 @@ async def test_an_engine_that_ignores_sigterm_is_killed_after_its_grace() -> Non
         processes = engine.processes
         began = time.perf_counter()
     assert 0.25 < time.perf_counter() - began < 2
+    assert not any(is_alive(p) for p in processes)
+
+
+async def test_an_engine_is_ended_also_when_descriptors_have_run_out_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine()
+    tries: list[float] = []
+    kill = TreeWatch.kill
+
+    async def fails_twice(watch: TreeWatch, grace_s: float) -> list[Process]:
+        tries.append(grace_s)
+        if len(tries) <= 2:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return await kill(watch, grace_s)
+
+    monkeypatch.setattr(TreeWatch, "kill", fails_twice)
+    monkeypatch.setattr(supervise_run, "_KILL_PAUSE_S", 0.01)
+    async with running(engine):
+        processes = engine.processes
+    assert len(tries) == 3
     assert not any(is_alive(p) for p in processes)
 
 
