@@ -75,7 +75,10 @@ class Operations:
         return {}
 
     async def _unwatch(self, message: dict[str, Any]) -> dict[str, Any]:
-        return {"unwatched": self._watcher.unwatch(path_field(message, "arena"))}
+        path = path_field(message, "arena")
+        if self._snapshotter is not None:
+            self._snapshotter.unseen(path)
+        return {"unwatched": self._watcher.unwatch(path)}
 
     async def _release(self, message: dict[str, Any]) -> dict[str, Any]:
         path = path_field(message, "arena")

@@ -8,7 +8,7 @@ once, is left alone for a while, and is never the reason for anything else to st
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +28,8 @@ from .sums import Sums
 
 RETRY_S = 10.0
 ROUND_S = 0.05
-FINISHED_MAX = 65536
+SESSIONS_MAX = 65536
+OVER = 1 << 32
 # How a session ends that nobody goes on with; anything else may be taken up elsewhere.
 ENDINGS = frozenset({"stop", "length"})
 
@@ -73,7 +74,9 @@ class Snapshotter:
         self._policy = policy
         self._written: dict[Owner, _Written] = {}
         self._live: dict[Path, list[Slot]] = {}
-        self._finished: deque[tuple[SessionId, int]] = deque(maxlen=FINISHED_MAX)
+        self._finished: deque[tuple[SessionId, int]] = deque(maxlen=SESSIONS_MAX)
+        # Who has each session now, oldest first; an older owner's blocks may be somebody else's by now.
+        self._owners: OrderedDict[SessionId, int] = OrderedDict()
         self._one_at_a_time = asyncio.Lock()
         self._failing_until = 0.0
         self._failing = False
@@ -81,6 +84,12 @@ class Snapshotter:
     def seen(self, path: Path, slots: list[Slot]) -> None:
         """These sessions are live in an arena now."""
         self._live[path] = slots
+        for slot in slots:
+            self._own(slot.session, slot.generation)
+
+    def unseen(self, path: Path) -> None:
+        """An arena is not followed any more."""
+        self._live.pop(path, None)
 
     def ended(self, path: Path, slot: Slot) -> None:
         """A session is no longer live in an arena."""
@@ -96,10 +105,12 @@ class Snapshotter:
     def finish(self, session: SessionId, generation: int) -> None:
         """A session is over: what is stored of it may go first, unless it is of a newer generation."""
         self._finished.append((session, generation))
+        if self._owners.get(session, 0) <= generation:
+            self._own(session, OVER)
 
     def release(self, path: Path) -> None:
         """An arena that is not needed any more."""
-        self._live.pop(path, None)
+        self.unseen(path)
         for owner in [owner for owner in self._written if owner[0] == path]:
             del self._written[owner]
 
@@ -165,6 +176,8 @@ class Snapshotter:
     async def _take(self, path: Path, slot: Slot, new_tokens_min: int) -> int:
         """Store one session; returns the positions stored, or 0 if fewer than `new_tokens_min` are new."""
         async with self._one_at_a_time:
+            if self._owners.get(slot.session, 0) > slot.generation:
+                return 0
             reader = self._sources.reader(path)
             pool = await self._sources.pool(path)
             owner = (path, slot.session, slot.generation)
@@ -197,6 +210,11 @@ class Snapshotter:
             self._counters.snapshots += 1
             self._counters.snapshot_bytes += len(names) * pool.layout.block_bytes
             return covered.kv_len
+
+    def _own(self, session: SessionId, generation: int) -> None:
+        self._owners[session] = max(generation, self._owners.get(session, 0))
+        if len(self._owners) > SESSIONS_MAX:
+            self._owners.popitem(last=False)
 
     def _finish(self, session: SessionId, generation: int) -> None:
         latest = self._store.latest(session)

@@ -317,6 +317,28 @@ async def test_a_stored_session_is_not_given_to_an_engine_with_another_key(
     other.close()
 
 
+async def test_only_the_newest_owner_of_a_session_is_stored(mover: MoverClient, old: Worker, new: Worker) -> None:
+    outputs = [100, 101, 102]
+    old.run(SESSION, PROMPT, outputs, [1, 2])
+    newer = new.run(SESSION, PROMPT, [*outputs, 103], [7, 8, 9], generation=2)
+    await mover.watch(old.arena, "old")
+    await mover.watch(new.arena, "new")
+    for _ in range(200):
+        if (await mover.status())["sessions_live"] == 2:
+            break
+        await asyncio.sleep(0.01)
+    assert (await mover.snapshot(old.arena)).unchanged == 1
+    assert (await mover.snapshot(new.arena)).stored == 1
+    assert (await mover.stored(SESSION)).generation == 2
+    newer.finish("stop")
+    for _ in range(200):
+        if (await mover.status())["sessions_live"] == 1:
+            break
+        await asyncio.sleep(0.01)
+    assert (await mover.snapshot(old.arena)).unchanged == 1
+    assert (await mover.stored(SESSION)).generation == 2
+
+
 async def test_a_session_that_only_just_began_is_not_stored(mover: MoverClient, old: Worker) -> None:
     slot = old.writer.admit(SESSION, 1, len(PROMPT), "0" * 32)
     assert slot is not None
