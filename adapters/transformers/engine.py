@@ -81,12 +81,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of one engine."""
+    """Bounds of one engine. `can_load`: others can write to its pool, so KV may be waited for."""
 
     block_tokens: int = 16
     sessions_max: int = 16
     waiting_max: int = 64
     load_timeout_s: float = LOAD_TIMEOUT_S
+    can_load: bool = True
 
 
 class Phase(StrEnum):
@@ -389,12 +390,15 @@ class Engine:
         elif resume.kv is KvSource.IN_PLACE:
             self._recorder.count(Counter.RESERVATIONS_LOST)
             self._not_loaded(session, LoadState.FAILED)
-        elif resume.prompt_hash != self._hash(session) or not session.record.alive:
+        elif not self._can_load(session, resume):
             self._not_loaded(session, LoadState.FAILED)
         else:
             session.phase = Phase.LOADING
             session.load_until_s = self._clock() + self._limits.load_timeout_s
             session.record.report(LoadState.WAITING, 0, 0)
+
+    def _can_load(self, session: Session, resume: Resume) -> bool:
+        return self._limits.can_load and session.record.alive and resume.prompt_hash == self._hash(session)
 
     def _poll_load(self, session: Session) -> bool:
         """Look for the mover's answer; False while there is none."""

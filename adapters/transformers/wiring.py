@@ -21,7 +21,7 @@ import transformers
 from aiohttp import web
 
 from ...session.arena_writer import ArenaWriter
-from ...session.errors import EngineError, MidstreamError
+from ...session.errors import EngineError, MidstreamError, PoolError
 from ...session.held import HolderClient, create_host_pool, map_pool
 from ...session.layout import PoolLayout, PoolMeta
 from .adopt import OldPool, Reservations, find_old_pool
@@ -39,6 +39,7 @@ from .text import Text
 FACTS_VERSION = 1
 POOL_BYTES_MAX = 4 * 1024**3
 LAST_WORDS_S = 3.0
+HOLDER_WAIT_S = 3.0
 
 log = logging.getLogger("midstream.transformers")
 
@@ -101,11 +102,21 @@ class Placement:
         if self._model.device.type != "cpu":
             pool = KvPool.on_device(self._model.device, self._model.kv_shape, self._layout)
             return PlacedPool(pool, ())
+        self._await_holder()
         old = self._old()
         size_bytes = self._layout.end
         fd = create_host_pool(size_bytes) if old is None else old.fd
         pool = KvPool.over(map_pool(fd, size_bytes), self._model.kv_shape, self._layout)
         return PlacedPool(pool, self._held(fd, old), old)
+
+    def _await_holder(self) -> None:
+        """A holder that was killed is started again within a second or two; a pool that it never got is no use."""
+        deadline_s = time.monotonic() + HOLDER_WAIT_S
+        while self._around.holder is not None and time.monotonic() < deadline_s:
+            with contextlib.suppress(PoolError):
+                HolderClient(self._around.holder).list()
+                return
+            time.sleep(0.1)
 
     def _old(self) -> OldPool | None:
         around = self._around
@@ -118,7 +129,7 @@ class Placement:
             return None
 
     def _held(self, fd: int, old: OldPool | None) -> tuple[str, ...]:
-        """Give the pool to the holder. A holder that is down is no reason not to name it: it can be given later."""
+        """Give the pool to the holder; a pool that nobody keeps is not named."""
         around = self._around
         if around.holder is None:
             return ()
@@ -167,7 +178,7 @@ class Server:
         arena = self._open_arena()
         self._recorder = Recorder(arena)
         self._publish(arena, placed, key)
-        self._engine = self._make_engine(placed.pool)
+        self._engine = self._make_engine(placed)
         self._served = Served(
             args.served_model_name or folder.name,
             transformers.__version__,
@@ -275,7 +286,7 @@ class Server:
             except Exception as error:
                 self._recorder.failed("publish", error)
 
-    def _make_engine(self, pool: KvPool) -> Engine:
+    def _make_engine(self, placed: PlacedPool) -> Engine:
         args, model = self._args, self._model
 
         def make_sampler(job: Job) -> Sampler:
@@ -287,9 +298,15 @@ class Server:
             return Output(job.params, job.max_tokens, model.eos_ids, decode, job.prompt_ids)
 
         return Engine(
-            PooledModel(model, pool),
+            PooledModel(model, placed.pool),
             self._extents,
-            Limits(args.block_tokens, args.max_sessions, args.max_waiting, self._around.load_timeout_s),
+            Limits(
+                args.block_tokens,
+                args.max_sessions,
+                args.max_waiting,
+                self._around.load_timeout_s,
+                can_load=bool(placed.names),
+            ),
             make_sampler=make_sampler,
             make_output=make_output,
             recorder=self._recorder,

@@ -132,8 +132,9 @@ class Bench:
             there = await waiting_slot(sink, session)
             here = source.find(session)
             assert here is not None
-            journal = source.journal(here)
-            positions = here.prompt_len + len(journal) - 1
+            outputs = sink.journal(there)
+            assert source.journal(here)[: len(outputs)] == outputs
+            positions = here.prompt_len + len(outputs) - 1
             self._copy(source, here, sink, there, positions)
             sink.answer(there, LoadState.DONE, positions)
             return positions

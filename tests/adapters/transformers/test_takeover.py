@@ -17,9 +17,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(90)]
 
 POOL = ("--kv-cache-bytes", str(96 * 1024 * 1024))
 TOKENS = 160
+BLOCK_TOKENS = 16
+# The tiny model's id of byte 0xF0: three special tokens come first.
+FIRST_BYTE_OF_EMOJI = 3 + 0xF0
 
 BODIES: dict[str, dict[str, Any]] = {
-    "greedy": {"prompt": "Once upon a time", "temperature": 0, "max_tokens": TOKENS},
+    "greedy": {"prompt": "Hello there", "temperature": 0, "max_tokens": TOKENS},
     "seeded": {"prompt": "A list of numbers: 1, 2", "temperature": 1.0, "seed": 7, "max_tokens": TOKENS},
     "seedless": {"prompt": "Any seed will do", "temperature": 1.0, "top_p": 0.9, "max_tokens": TOKENS},
     "penalties": {
@@ -91,7 +94,7 @@ async def test_held_sessions_go_on_elsewhere_at_the_exact_token(
     sessions = {name: new_session() for name in BODIES}
     wanted = await all_undisturbed(http, standby, sessions)
     first.server.wait_ready()
-    told = await cut_off(http, first, sessions, dict(zip(BODIES, (1, 15, 16, 17, 40, 20), strict=True)))
+    told = await cut_off(http, first, sessions, dict.fromkeys(BODIES, 40))
 
     async def take_over(name: str) -> None:
         session = sessions[name]
@@ -113,6 +116,28 @@ async def test_held_sessions_go_on_elsewhere_at_the_exact_token(
             assert positions == slot.prompt_len + len(outputs) - 1
 
     await asyncio.gather(*(take_over(name) for name in BODIES))
+    await sweep_cuts(bench, first, standby, http, sessions["greedy"], wanted["greedy"])
+
+
+async def sweep_cuts(
+    bench: Bench, old: Worker, standby: Worker, http: aiohttp.ClientSession, session: SessionId, wanted: Told
+) -> None:
+    """The same session again and again, from every kind of position that its old blocks still hold."""
+    with closing(old.reader()) as reader:
+        slot = reader.find(session)
+        assert slot is not None
+        journal, prompt_len = reader.journal(slot), slot.prompt_len
+    edge = BLOCK_TOKENS - prompt_len % BLOCK_TOKENS
+    emoji = [i for i, token in enumerate(journal[:-3]) if token == FIRST_BYTE_OF_EMOJI][:1]
+    cuts = {1, 2, edge - 1, edge, edge + 1, edge + BLOCK_TOKENS, len(journal)}
+    cuts |= {first + n for first in emoji for n in (1, 2, 3)}
+    for generation, cut in enumerate(sorted(cuts), start=3):
+        marker = Marker(session, generation, Resume(tuple(journal[:cut]), KvSource.HELD, slot.prompt_hash))
+        resumed, positions = await asyncio.gather(
+            listen(http, standby.url, BODIES["greedy"], marker=marker), bench.move(old, standby, session)
+        )
+        assert resumed.answer == wanted.answer, f"cut at {cut}"
+        assert positions == prompt_len + cut - 1
 
 
 async def test_sessions_go_on_in_place_in_the_old_pool(
@@ -220,7 +245,7 @@ async def test_a_stop_string_is_found_across_the_cut(
 ) -> None:
     session = new_session()
     plain = await undisturbed(http, standby, BODIES["greedy"], session)
-    stop = plain.text[100:106]
+    stop = plain.text[30:36]
     body = {**BODIES["greedy"], "stop": [stop]}
     wanted = await undisturbed(http, standby, body, session)
     assert wanted.finish == "stop"
