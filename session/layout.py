@@ -72,11 +72,7 @@ class PoolLayout:
             raise PoolError(
                 f"block {block} is not in a pool of {self.block_count}; the block table is not of this pool"
             )
-        return [
-            (start, start + plane.size_bytes)
-            for plane in self.planes
-            for start in (plane.offset + block * plane.stride,)
-        ]
+        return [(p.offset + block * p.stride, p.offset + block * p.stride + p.size_bytes) for p in self.planes]
 
     def check_fits(self, size_bytes: int) -> None:
         """Raise PoolError unless every block lies inside a pool of `size_bytes`."""

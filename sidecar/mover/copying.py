@@ -33,10 +33,7 @@ class Copied:
 
 def block_sum(pool: MappedPool, block: int) -> int:
     """The XXH3-64 of a block's bytes."""
-    digest = xxhash.xxh3_64()
-    for start, end in pool.layout.spans(block):
-        digest.update(pool.view[start:end])
-    return digest.intdigest()
+    return _sum(pool.view, pool.layout.spans(block))
 
 
 def sum_blocks(pool: MappedPool, blocks: Sequence[int]) -> list[int]:
@@ -53,19 +50,26 @@ def copy(source: MappedPool, destination: MappedPool, work: Sequence[BlockCopy])
     copied = verified = unverified = 0
     for block in work:
         # Compared block by block, so that the bytes are still in the processor's cache when they are copied.
+        spans = source.layout.spans(block.source)
         if block.expected is None:
             unverified += 1
-        elif block_sum(source, block.source) == block.expected:
+        elif _sum(source.view, spans) == block.expected:
             verified += 1
         else:
             return Copied(copied, verified, unverified, block.ordinal)
         if in_place and block.source == block.destination:
             continue
-        spans = zip(source.layout.spans(block.source), destination.layout.spans(block.destination), strict=True)
-        for (start, end), (to, to_end) in spans:
+        for (start, end), (to, to_end) in zip(spans, destination.layout.spans(block.destination), strict=True):
             destination.view[to:to_end] = source.view[start:end]
         copied += source.layout.block_bytes
     return Copied(copied, verified, unverified)
+
+
+def _sum(view: memoryview, spans: list[tuple[int, int]]) -> int:
+    digest = xxhash.xxh3_64()
+    for start, end in spans:
+        digest.update(view[start:end])
+    return digest.intdigest()
 
 
 def gather(pool: MappedPool, block: int) -> bytes:

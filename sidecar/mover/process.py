@@ -87,6 +87,8 @@ def _open_store(options: argparse.Namespace) -> DiskStore | None:
 async def _serve(options: argparse.Namespace, listener: socket.socket, store: DiskStore | None) -> None:
     # A disk that hangs holds its threads for good; there are enough for all restores beside it.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="mover"))
+    # While threads copy, the loop gets its turn after this long: it polls engines that wait every half millisecond.
+    sys.setswitchinterval(0.0005)
     counters = Counters()
     sources = Sources(HolderClient(options.holder))
     coverage, sums = Coverage(), Sums()
