@@ -8,6 +8,7 @@
 import contextlib
 from typing import Any
 
+from .generators import adopt_generator
 from .guard import patch, report
 from .marking import resumed_outputs
 
@@ -65,19 +66,8 @@ def _with_outputs(original: Any) -> Any:
             outputs = resumed_outputs(self.sampling_params) if self.sampling_params is not None else []
             if outputs and not self.output_token_ids:
                 self.output_token_ids = outputs
-                if self.generator is not None:
-                    _advance(self.generator, len(outputs))
+            adopt_generator(self)
         except Exception:
             report("request state of a resumed request")
 
     return __post_init__
-
-
-def _advance(generator: Any, draws: int) -> None:
-    """Consume what vLLM's CPU sampler draws per token: one `randint` (TopKTopPSampler.forward_cpu of 0.32)."""
-    import torch
-
-    if generator.device.type != "cpu":
-        raise NotImplementedError("advancing the V1 runner's generator on a GPU is not known for this vLLM")
-    for _ in range(draws):
-        torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long)

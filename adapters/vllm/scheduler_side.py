@@ -195,7 +195,7 @@ class SchedulerSide:
 
     def step_meta(self, scheduled: Any) -> StepMeta:
         """Write the block tables of what the step about to be launched touches."""
-        for request_id in scheduled.preempted_req_ids or ():
+        for request_id in getattr(scheduled, "preempted_req_ids", None) or ():
             # Its blocks may be another's from this step on: a table that still named them would be a lie.
             if (preempted := self._tracked.get(request_id)) is not None:
                 preempted.slot.set_blocks(())
