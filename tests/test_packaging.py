@@ -38,7 +38,7 @@ def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
     command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-index", str(wheel)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run(*command)
     assert done.returncode == 0, done.stderr
     return folder / "bin"
 
