@@ -248,8 +248,11 @@ def _nearest(word: str, known: Iterable[str]) -> str:
 
 
 def _shown(value: object) -> str:
-    try:
-        text = msgspec.json.encode(value).decode()
-    except (TypeError, msgspec.ValidationError):
-        text = repr(value)
+    # Not what is in them: with aliases a small file can hold a list that is endless or larger than memory.
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, Mapping):
+        return f"a group of {len(value)}"
+    text = f'"{value}"' if isinstance(value, str) else "null" if value is None else str(value)
+    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else text
     return text if len(text) <= 120 else text[:117] + "..."

@@ -237,7 +237,8 @@ class Supervised:
             self._happened(Died(epoch, f"main {death.text}"))
 
     async def _tell_early_end(self, epoch: int, how: str) -> None:
-        await asyncio.wait(self._epoch_tasks[:1], timeout=_LAST_LINES_S)
+        if output := self._epoch_tasks[:1]:
+            await asyncio.wait(output, timeout=_LAST_LINES_S)
         self._happened(Died(epoch, f"it ended before it was ready ({how}){self._log.last_text()}"))
 
     def _matters(self, death: Death) -> bool:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from midstream.session.errors import ConfigError
@@ -82,7 +82,11 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
             "midstream.yaml:2: not valid YAML ('proxy' is given twice)",
         ),
         ("a: [", "midstream.yaml:1: not valid YAML"),
-        ("- a", 'expected groups of settings, got ["a"]'),
+        ("- a", "expected groups of settings, got a list of 1"),
+        ("proxy: &a [*a]", "proxy: expected a group of settings, got a list of 1"),
+        ("log: {level: {a: 1}}", "got a group of 1"),
+        ("listen: {host: null}", "expected text, got null"),
+        ("log: {level: true}", "got true"),
         ("proxy: 5", "midstream.yaml: proxy: expected a group of settings, got 5"),
         ("proxy: {assign_seed: 1}", "expected true or false, got 1"),
         ("arena: {slot_count: 1.5}", "expected int in 1..65536, got 1.5"),
@@ -154,6 +158,35 @@ def test_any_text_is_either_taken_or_a_config_error_that_names_the_variable(key:
     else:
         assert loaded.places[key] == variable(key)
     assert not told or told.startswith(f"{variable(key)}: expected ")
+
+
+LINES = st.lists(
+    st.one_of(
+        st.text("abc:-[]{}&*!|>\"'#?,% \t\n0.", max_size=12),
+        st.sampled_from(
+            ["proxy:", "  keepalive_s: ", "workers:", "- http://x:1", "listen: {port: ", "}", "&a", "*a", "? "]
+        ),
+    ),
+    max_size=12,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(LINES)
+def test_any_file_is_either_taken_or_a_config_error_that_names_it(tmp_path: Path, lines: list[str]) -> None:
+    file = write(tmp_path, "\n".join(lines))
+    told = "midstream.yaml"
+    try:
+        load(environ={}, file=file)
+    except ConfigError as error:
+        told = str(error)
+    assert told.startswith("midstream.yaml")
+
+
+def test_a_small_file_that_would_fill_the_memory_is_refused_quickly(tmp_path: Path) -> None:
+    text = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n"
+    text += "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
+    assert "a11: unknown setting" in error_of(tmp_path, text + "proxy: *a11\n")
 
 
 def test_what_is_printed_can_be_read_back(tmp_path: Path) -> None:
