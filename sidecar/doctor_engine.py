@@ -148,6 +148,12 @@ def _part(name: str, facts: object) -> Check:
 
 def _carries_plugin(worker: Mapping[str, Any]) -> Check:
     name = f"worker {worker.get('name')}"
+    if worker.get("key") and worker.get("pools") == []:
+        return warn(
+            name,
+            "carries the plugin, but its KV is in no held memory: after a crash its sessions are recomputed",
+            "look for `midstream:` in the engine's log; is the holder reachable for it, and this engine supported?",
+        )
     if worker.get("key"):
         return ok(name, "carries the plugin")
     if worker.get("state") != "ready":

@@ -115,7 +115,8 @@ def test_what_a_running_sidecar_says_becomes_findings(settings: Settings) -> Non
         "holder": {"pools": 2},
         "mover": {"error": "does not answer"},
         "workers": [
-            {"name": "a", "state": "ready", "key": {"engine": "vllm"}},
+            {"name": "a", "state": "ready", "key": {"engine": "vllm"}, "pools": ["a/1/0"]},
+            {"name": "unplaced", "state": "ready", "key": {"engine": "vllm"}, "pools": []},
             {"name": "b", "state": "ready", "key": None},
             {"name": "c", "state": "starting"},
         ],
@@ -132,6 +133,7 @@ def test_what_a_running_sidecar_says_becomes_findings(settings: Settings) -> Non
         "holder": Verdict.OK,
         "mover": Verdict.FAIL,
         "worker a": Verdict.OK,
+        "worker unplaced": Verdict.WARN,
         "worker b": Verdict.WARN,
         "worker c": Verdict.WARN,
     }
