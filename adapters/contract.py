@@ -90,6 +90,10 @@ class EngineAdapter(ABC):
     def start(self, argv: Sequence[str], port: int, beside: Beside, env: Mapping[str, str]) -> Launch:
         """The command that starts the engine on 127.0.0.1:`port` beside a sidecar. EngineError says what is wrong."""
 
+    @abstractmethod
+    def attach(self, worker: str, state_dir: Path) -> Launch:
+        """What an engine that others start must be given: flags to add (`argv`) and variables to set (`env`)."""
+
     def key(self, facts: Mapping[str, Any]) -> CompatibilityKey:
         """The engine's key, from what its plugin published in the arena. EngineError when it is incomplete."""
         try:

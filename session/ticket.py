@@ -6,7 +6,7 @@ it and takes its names from there into its own environment, which its child proc
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from .errors import ArenaError
@@ -51,6 +51,15 @@ def claim_ticket(folder: Path) -> dict[str, str]:
     if not isinstance(body, dict):
         raise ArenaError(f"the offer in {folder} is not an object; run the same midstream in the engine and beside it")
     return {k: str(body[k]) for k in FIELDS if k in body}
+
+
+def claim_place(environ: MutableMapping[str, str]) -> None:
+    """For an engine's first process: take the place that is offered to it, if it was told where. ArenaError if none is.
+
+    Processes that it starts inherit what it was given, and claim nothing.
+    """
+    if environ.get("MIDSTREAM_STATE_DIR") and environ.get("MIDSTREAM_WORKER") and not environ.get("MIDSTREAM_HOLDER"):
+        environ.update(claim_ticket(worker_dir(Path(environ["MIDSTREAM_STATE_DIR"]), environ["MIDSTREAM_WORKER"])))
 
 
 def claimed_epoch(folder: Path) -> int | None:

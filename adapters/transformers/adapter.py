@@ -1,6 +1,7 @@
 """How the embedded engine is started beside a sidecar. Runs in the sidecar; imports nothing of torch."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from ..contract import Beside, Capabilities, EngineAdapter, HttpCall, Launch, set_flag
 
@@ -20,6 +21,9 @@ class TransformersAdapter(EngineAdapter):
     def start(self, argv: Sequence[str], port: int, beside: Beside, env: Mapping[str, str]) -> Launch:
         command = set_flag(set_flag(argv, "--port", str(port)), "--host", "127.0.0.1")
         return Launch(tuple(command), beside.environment(env))
+
+    def attach(self, worker: str, state_dir: Path) -> Launch:
+        return Launch((), {"MIDSTREAM_STATE_DIR": str(state_dir), "MIDSTREAM_WORKER": worker})
 
     def quiesce(self) -> HttpCall | None:
         return HttpCall("POST", "/midstream/quiesce")

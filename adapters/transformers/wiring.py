@@ -21,9 +21,10 @@ import transformers
 from aiohttp import web
 
 from ...session.arena_writer import ArenaWriter
-from ...session.errors import EngineError, MidstreamError, PoolError
+from ...session.errors import ArenaError, EngineError, MidstreamError, PoolError
 from ...session.held import HolderClient, create_host_pool, map_pool
 from ...session.layout import PoolLayout, PoolMeta
+from ...session.ticket import claim_place
 from .adopt import OldPool, Reservations, find_old_pool
 from .api import Api, Served
 from .engine import LOAD_TIMEOUT_S, Engine, Job, Limits
@@ -59,6 +60,10 @@ class Surroundings:
     def of_environment(cls) -> "Surroundings":
         """Read MIDSTREAM_* variables. EngineError names one that is wrong."""
         env = os.environ
+        try:
+            claim_place(env)
+        except ArenaError as error:
+            log.warning("event=no_place error=%s", error)
         try:
             epoch = int(env.get("MIDSTREAM_EPOCH") or 1)
             load_timeout_s = float(env.get("MIDSTREAM_LOAD_TIMEOUT_S") or LOAD_TIMEOUT_S)

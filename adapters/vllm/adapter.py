@@ -58,14 +58,20 @@ class VllmAdapter(EngineAdapter):
                 "(two connectors in one engine are not supported)"
             )
         command = set_flag(set_flag(argv, "--port", str(port)), "--host", "127.0.0.1")
-        config = json.dumps(KV_TRANSFER_CONFIG, separators=(",", ":"))
         return Launch(
-            (*command, "--kv-transfer-config", config),
+            (*command, *_connector_flags()),
             {**beside.environment(env), "VLLM_SERVER_DEV_MODE": "1"},
         )
+
+    def attach(self, worker: str, state_dir: Path) -> Launch:
+        return Launch(_connector_flags(), {"MIDSTREAM_STATE_DIR": str(state_dir), "MIDSTREAM_WORKER": worker})
 
     def quiesce(self) -> HttpCall | None:
         return HttpCall("POST", "/pause?mode=keep")
 
     def unquiesce(self) -> HttpCall | None:
         return HttpCall("POST", "/resume")
+
+
+def _connector_flags() -> tuple[str, ...]:
+    return "--kv-transfer-config", json.dumps(KV_TRANSFER_CONFIG, separators=(",", ":"))

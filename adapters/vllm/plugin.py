@@ -4,8 +4,11 @@ Runs in every process of the engine, possibly more than once. Everything here is
 beside a sidecar (settings.py), and each hook is installed by itself: one that does not fit this vLLM is left out.
 """
 
+import os
+
+from ...session.ticket import claim_place
 from .guard import guarded, log
-from .settings import claim_place, plugin_settings
+from .settings import plugin_settings
 
 TESTED_VERSIONS = ("0.25.1", "0.32.0")
 _registered = False
@@ -17,7 +20,7 @@ def register() -> None:
     global _registered
     if _registered:
         return
-    guarded(default=None)(claim_place)()
+    guarded(default=None)(claim_place)(os.environ)
     if plugin_settings() is None:
         return
     _registered = True

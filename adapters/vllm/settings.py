@@ -4,15 +4,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...session.ticket import claim_ticket, worker_dir
-
 ARENA = "MIDSTREAM_ARENA"
 ADOPT = "MIDSTREAM_ADOPT"
 HOLDER = "MIDSTREAM_HOLDER"
 WORKER = "MIDSTREAM_WORKER"
 EPOCH = "MIDSTREAM_EPOCH"
 LOAD_TIMEOUT = "MIDSTREAM_LOAD_TIMEOUT_S"
-STATE_DIR = "MIDSTREAM_STATE_DIR"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +26,6 @@ class PluginSettings:
     def pool_name(self, rank: int, epoch: int | None = None) -> str:
         """The holder's name for the pool of a rank."""
         return f"{self.worker}/{self.epoch if epoch is None else epoch}/{rank}"
-
-
-def claim_place() -> None:
-    """Where others start the engine: take the place that the sidecar offers. ArenaError when there is none.
-
-    Only the first process of an engine does; those that it starts inherit what it was given.
-    """
-    env = os.environ
-    if env.get(STATE_DIR) and env.get(WORKER) and not env.get(HOLDER):
-        env.update(claim_ticket(worker_dir(Path(env[STATE_DIR]), env[WORKER])))
 
 
 def plugin_settings() -> PluginSettings | None:
