@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 
 EVENT_BYTES_MAX = 8 << 20
+HALF = "\ufffd"
 
 
 @dataclass(slots=True)
@@ -187,7 +188,8 @@ class _Rules:
             if self._roles > 1:
                 answer.violations.append("a second role")
         text = choice.get("text") or delta.get("content") or ""
-        if "\ufffd" in text:
+        if answer.text.endswith(HALF) or HALF in text[:-1]:
+            # Only where the answer ends, for `max_tokens` may cut a character in two.
             answer.violations.append("half a character")
         answer.text += text
         answer.token_ids += choice.get("token_ids") or ()

@@ -49,7 +49,7 @@ class SidecarProcess:
         self._environ = {**os.environ, **(environ or {})}
         # An engine that is killed on purpose, again and again, is not a failing one.
         self._settings = {"supervise.restarts_max": 100_000, **(settings or {})}
-        self._store = store
+        self.store = store
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self.folder = Path(tempfile.mkdtemp(prefix="midstream-", dir=memory))
         self.state_dir = self.folder / "state"
@@ -60,7 +60,7 @@ class SidecarProcess:
     async def start(self, http: aiohttp.ClientSession, *, timeout_s: float = 600.0) -> None:
         """Start it and wait until all workers are ready. EngineError shows the log's last lines."""
         sets = [word for k, v in self._settings.items() for word in ("--set", f"{k}={v}")]
-        store = ["--store-dir", str(self._store)] if self._store is not None else []
+        store = ["--store-dir", str(self.store)] if self.store is not None else []
         argv = [
             sys.executable, "-m", "midstream.sidecar.cli", "run", "--workers", str(self._workers),
             "--port", self._port(), "--state-dir", str(self.state_dir), *store, *sets, "--", *self._command,

@@ -6,6 +6,10 @@ builds a new one and an old one is never taken for it. How they are built is `en
     python -m midstream.sidecar.environments ensure transformers|vllm|model|tiny-model
 
 prints the path (an engine's interpreter, or a model's folder) and nothing else on standard output.
+
+    python -m midstream.sidecar.environments command transformers|vllm [model|tiny-model]
+
+prints how one worker is started: an object with `argv` (without a port) and `env` (what is added to the environment).
 """
 
 import hashlib
@@ -43,6 +47,8 @@ VLLM_ENVIRON = {
 }
 
 NAMES = ("transformers", "vllm", "model", "tiny-model")
+ENGINES = ("transformers", "vllm")
+MODELS = ("model", "tiny-model")
 
 # Prints what an installed package requires on this machine, as pip takes it, without the packages that are named.
 _REQUIREMENTS = """
@@ -142,16 +148,18 @@ def tiny_model(report: Report) -> Path:
     return built_once(_place("tiny", _source(maker)), build, report) / "model"
 
 
-def demo_engine(engine: str, report: Report) -> tuple[list[str], dict[str, str]]:
-    """The command of one worker of the demo's model, without port, and what its environment needs beside ours."""
+def demo_engine(engine: str, report: Report, *, of: str = "model") -> tuple[list[str], dict[str, str]]:
+    """The command of one worker of a model, without port, and what its environment needs beside ours."""
+    folder = str(ensure(of, report))
+    name = "smollm2" if of == "model" else "tiny"
     if engine == "vllm":
         python = vllm_python(report)
-        command = [str(python), str(python.with_name("vllm")), "serve", str(model(report))]
+        command = [str(python), str(python.with_name("vllm")), "serve", folder]
         options = ["--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8"]
-        return [*command, "--served-model-name", "smollm2", *options], dict(VLLM_ENVIRON)
+        return [*command, "--served-model-name", name, *options], dict(VLLM_ENVIRON)
     python = transformers_python(report)
-    command = [str(python), "-m", "midstream.adapters.transformers.server", "--model", str(model(report))]
-    return [*command, "--served-model-name", "smollm2", "--threads", "1"], {}
+    command = [str(python), "-m", "midstream.adapters.transformers.server", "--model", folder]
+    return [*command, "--served-model-name", name, "--threads", "1"], {}
 
 
 class Progress:
@@ -181,20 +189,28 @@ class Progress:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`ensure NAME`: print its path."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if len(words) != 2 or words[0] != "ensure" or words[1] not in NAMES:
-        print(f"usage: python -m midstream.sidecar.environments ensure {'|'.join(NAMES)}", file=sys.stderr)
-        return 2
+    """`ensure NAME` prints its path, `command ENGINE [MODEL]` how a worker is started."""
     progress = Progress()
     try:
-        path = ensure(words[1], progress)
+        match list(sys.argv[1:] if arguments is None else arguments):
+            case ["ensure", name] if name in NAMES:
+                told = str(ensure(name, progress))
+            case ["command", engine, *rest] if engine in ENGINES and (not rest or rest in [[m] for m in MODELS]):
+                argv, env = demo_engine(engine, progress, of=rest[0] if rest else "model")
+                told = json.dumps({"argv": argv, "env": env})
+            case _:
+                print(
+                    f"usage: python -m midstream.sidecar.environments ensure {'|'.join(NAMES)}\n"
+                    f"       python -m midstream.sidecar.environments command {'|'.join(ENGINES)} [{'|'.join(MODELS)}]",
+                    file=sys.stderr,
+                )
+                return 2
     except (MidstreamError, OSError) as error:
         progress.close()
         print(f"midstream: {error}", file=sys.stderr)
         return 3
     progress.close()
-    print(path)
+    print(told)
     return 0
 
 
