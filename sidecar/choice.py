@@ -83,34 +83,43 @@ def known_outputs(journal: Sequence[int], delivered: Sequence[int]) -> tuple[int
     return long if long[: len(short)] == short else None
 
 
-def plan(account: Account, candidates: Sequence[Candidate], *, without_kv: bool = False) -> Plan | None:
-    """The best way on, or None when no candidate can take the session now. `without_kv`: KV was tried and was wrong."""
+def plan(
+    account: Account,
+    candidates: Sequence[Candidate],
+    *,
+    without_kv: bool = False,
+    tiers: frozenset[Tier] = frozenset(Tier),
+) -> Plan | None:
+    """The best way on, or None when no candidate can take the session now.
+
+    `without_kv`: KV was tried and was wrong. `tiers`: where KV may come from.
+    """
     if not candidates:
         return None
     outputs = known_outputs(account.journal, account.delivered)
     if outputs is None:
         # The journal is not this session's story: only what the client has seen counts.
-        return _recompute(account, account.delivered, candidates, "the journal contradicts what was delivered")
+        why = "the journal contradicts what was delivered"
+        return _recompute(account, account.delivered, candidates, why) or _again(account, candidates)
     finish = account.finish if account.finish in ("stop", "length") else ""
     if not finish and account.output_max is not None and len(outputs) >= account.output_max:
         finish = "length"
-    if finish and outputs:
-        return _ending(account, outputs, candidates, finish)
     cut = outputs
     if account.wants_logprobs:
         # Logprobs of tokens that were never delivered died with the engine: they are computed again.
         cut = account.delivered if account.streamed else ()
+    if finish and outputs and cut == outputs:
+        return _ending(account, outputs, candidates, finish)
     if not cut:
-        return _fresh(account, candidates, outputs if account.delivered else ())
+        return _again(account, candidates)
     if without_kv:
-        return _recompute(account, cut, candidates, "KV was tried")
+        return _recompute(account, cut, candidates, "KV was tried") or _again(account, candidates)
     in_step = len(account.journal) >= len(account.delivered)
     return (
-        (_with_pool(account, cut, outputs, candidates) if in_step else None)
-        or _from_disk(account, cut, outputs, candidates)
+        (_with_pool(account, cut, outputs, candidates, tiers) if in_step else None)
+        or (_from_disk(account, cut, outputs, candidates) if Tier.DISK in tiers else None)
         or _recompute(account, cut, candidates, _why_no_kv(account, candidates))
-        # Engines without the plugin can only run the request again; the proxy compares.
-        or _fresh(account, candidates, outputs)
+        or _again(account, candidates)
     )
 
 
@@ -132,16 +141,20 @@ def _same_text(account: Account, candidates: Sequence[Candidate]) -> list[Candid
 
 
 def _with_pool(
-    account: Account, cut: tuple[int, ...], outputs: tuple[int, ...], candidates: Sequence[Candidate]
+    account: Account,
+    cut: tuple[int, ...],
+    outputs: tuple[int, ...],
+    candidates: Sequence[Candidate],
+    tiers: frozenset[Tier],
 ) -> Plan | None:
     matching = _matching(account, candidates)
     if not account.held_kv or not matching:
         return None
     adopted = [c for c in matching if c.adopted == account.epoch]
     # A session whose blocks lie in a worker's own pool stays there: nothing is copied.
-    if adopted and cut == outputs:
+    if adopted and cut == outputs and Tier.IN_PLACE in tiers:
         return Plan(_roomiest(adopted), Tier.IN_PLACE, cut, outputs)
-    return Plan(_roomiest(matching), Tier.HELD, cut, outputs)
+    return Plan(_roomiest(matching), Tier.HELD, cut, outputs) if Tier.HELD in tiers else None
 
 
 def _from_disk(
@@ -168,11 +181,16 @@ def _fresh(account: Account, candidates: Sequence[Candidate], expected: tuple[in
     return Plan(_roomiest(able), Tier.NONE, (), expected) if able else None
 
 
+def _again(account: Account, candidates: Sequence[Candidate]) -> Plan | None:
+    """Engines without the plugin can only run the request again; what the client has is all that must come out."""
+    return _fresh(account, candidates, account.delivered)
+
+
 def _ending(account: Account, outputs: tuple[int, ...], candidates: Sequence[Candidate], finish: str) -> Plan | None:
     able = [c for c in _same_text(account, candidates) if c.key is not None]
     if able:
         return Plan(_roomiest(able), Tier.JOURNAL, outputs, outputs, finish=finish)
-    return _fresh(account, candidates, outputs)
+    return _again(account, candidates)
 
 
 def _why_no_kv(account: Account, candidates: Sequence[Candidate]) -> str:
