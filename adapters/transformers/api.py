@@ -193,7 +193,7 @@ async def _stream(http: web.Request, request: Request, session: Session, shape: 
             if pieces[-1].finish is not None:
                 break
         ending = b"data: [DONE]\n\n"
-        if request.include_usage:
+        if request.include_usage and pieces[-1].error is None:
             ending = _sse(shape.usage_chunk()) + ending
         await response.write(ending)
         await response.write_eof()
@@ -220,8 +220,8 @@ def _sse(event: dict[str, Any]) -> bytes:
 
 
 def _json(body: dict[str, Any]) -> bytes:
-    # A stream may really hold a lone surrogate's replacement, never a surrogate: decoders make U+FFFD of it.
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    # A request id may hold bytes that are no text (as surrogates); nothing else does.
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 def _answer_id(kind: Kind, http: web.Request, request: Request) -> str:

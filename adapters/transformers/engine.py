@@ -168,7 +168,7 @@ class Engine:
         self._active: list[Session] = []
         self._quarantine: list[tuple[float, Run, Record]] = []
         self._final = False
-        self._thread = threading.Thread(target=self._loop, name="decode", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
 
     # The asyncio side.
 
@@ -213,6 +213,8 @@ class Engine:
             list(job.prompt_ids),
         )
         with self._wake:
+            if not self._thread.is_alive():
+                raise RequestError("the decode loop has failed; send this to another engine", status=503)
             if self._waiting_count >= self._limits.waiting_max:
                 raise RequestError(
                     f"{self._waiting_count} requests are waiting, which is the limit; try again later",
@@ -274,8 +276,18 @@ class Engine:
 
     # The decode thread.
 
+    def _run(self) -> None:
+        try:
+            self._prepare_thread()
+            self._loop()
+        except Exception:
+            # Nobody is left to decode: every client is told, and health says so.
+            log.exception("event=decode_loop_failed")
+            self._final = True
+            for session in [*self._active, *self._resumed, *self._fresh, *self._submitted]:
+                self._fail(session, "the engine's decode loop failed; the request can be sent to another")
+
     def _loop(self) -> None:
-        self._prepare_thread()
         while True:
             with self._wake:
                 if self._stopping:
@@ -442,19 +454,22 @@ class Engine:
         """One session's failure is its own: its stream ends with an error and the others go on."""
         try:
             yield
-            self._failures = 0
         except Exception as error:
-            self._failures += 1
             log.exception("event=session_failed session=%s", session.job.name)
-            session.output.finish = Finish.ERROR
-            text = f"the engine failed on this request: {error!r:.300}"
-            self._hand_over(session, Piece((), "", Finish.ERROR, error=text))
+            self._fail(session, f"the engine failed on this request: {error!r:.300}")
+
+    def _fail(self, session: Session, text: str) -> None:
+        session.output.finish = Finish.ERROR
+        self._hand_over(session, Piece((), "", Finish.ERROR, error=text))
 
     def _step(self, session: Session) -> None:
         """Compute the next chunk; when it reaches the end, choose a token, journal it, hand it over."""
         total = len(session.ids)
         end = chunk_end(session.kv_len, total)
+        # Counted here and nowhere else: a model that cannot compute any more is the engine's fault, not a request's.
+        self._failures += 1
         logits = self._runner.forward(session.ids[session.kv_len : end], session.kv_len, session.cache)
+        self._failures = 0
         session.kv_len = end
         if end < total:
             return

@@ -32,12 +32,16 @@ class Model:
             model = AutoModelForCausalLM.from_pretrained(
                 folder, config=config, dtype=self.dtype, attn_implementation="sdpa", local_files_only=True
             )
-        except (OSError, ValueError, KeyError) as error:
+        except EngineError:
+            raise
+        except Exception as error:
+            # Whatever the library raises is about this folder: missing, torn, or of an architecture it cannot build.
             raise EngineError(f"model {folder}: {error}; expected a Hugging Face folder of a causal model") from error
         self._model = model.to(self.device).eval()
         self.config = model.config
-        self.vocab_size = int(model.config.vocab_size)
-        self.context_tokens = int(model.config.max_position_embeddings)
+        text_config = model.config.get_text_config()
+        self.vocab_size = int(text_config.vocab_size)
+        self.context_tokens = int(text_config.max_position_embeddings)
         self.eos_ids = _eos_ids(model)
         # Transformers renamed the argument in 5.x.
         known = inspect.signature(model.forward).parameters
@@ -77,7 +81,9 @@ def _refuse_stateful_rope(config: Any) -> None:
     """Dynamic NTK scaling keeps the longest length seen, so one session would change another's numbers."""
     for name in ("rope_parameters", "rope_scaling"):
         rope = getattr(config, name, None) or {}
-        if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) == "dynamic":
+        # Some models have one set of parameters for each kind of layer.
+        nested = [part for part in rope.values() if isinstance(part, dict)]
+        if any(part.get("rope_type", part.get("type")) == "dynamic" for part in (rope, *nested)):
             raise EngineError(
                 "rope_type dynamic depends on what the model has seen before, so streams would not be independent; "
                 "use a model with another rope_type"

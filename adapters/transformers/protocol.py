@@ -44,6 +44,12 @@ _UNSUPPORTED = (
 )
 
 
+# Arguments of apply_chat_template itself: a template of a client's own is a program to run here.
+_TEMPLATE_ARGUMENTS = frozenset(
+    {"chat_template", "tools", "documents", "tokenize", "tokenizer_kwargs", "return_tensors", "return_dict"}
+)
+
+
 class RequestError(EngineError):
     """A request that cannot be served as it is: HTTP status, the field's name, and text for the client."""
 
@@ -249,8 +255,11 @@ def _template(fields: "_Fields") -> Mapping[str, Any]:
         raise RequestError(
             "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
         )
+    extra = fields.mapping("chat_template_kwargs")
+    if taken := sorted(_TEMPLATE_ARGUMENTS & extra.keys()):
+        raise RequestError(f"chat_template_kwargs must not set {taken[0]}", param="chat_template_kwargs")
     return {
-        **fields.mapping("chat_template_kwargs"),
+        **extra,
         "add_generation_prompt": generation,
         "continue_final_message": going_on,
     }

@@ -243,6 +243,31 @@ async def test_one_session_s_failure_is_its_own() -> None:
         assert running.healthy
 
 
+async def test_a_model_that_computes_no_more_is_unhealthy() -> None:
+    model = Adding()
+
+    def fail(_: Sequence[int]) -> None:
+        raise RuntimeError("device lost")
+
+    model.before = fail
+    async with engine(model) as running:
+        for _ in range(3):
+            assert running.healthy
+            assert (await whole(running.submit(job())))[-1].finish is Finish.ERROR
+        assert not running.healthy
+
+
+async def test_a_decode_loop_that_fails_tells_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with engine(Adding(), blocks=400) as running:
+        session = running.submit(job(1000))
+        await until(lambda: session.output.count > 0)
+        monkeypatch.setattr(running, "turn", lambda: 1 / 0)
+        assert (await whole(session))[-1].error is not None
+        assert not running.healthy
+        with pytest.raises(RequestError, match="decode loop has failed"):
+            running.submit(job())
+
+
 async def test_kv_that_the_mover_brought_is_not_computed_again(arena: Path) -> None:
     model, done = Adding(), outputs_of(PROMPT, 4)
     async with engine(model, arena=arena) as running:

@@ -75,6 +75,7 @@ def test_a_wrong_field_of_a_completion_is_named(fields: dict[str, Any], name: st
         ({"messages": [{"content": "x"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ],
 )

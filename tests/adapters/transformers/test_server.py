@@ -4,6 +4,8 @@ import asyncio
 import io
 import json
 import math
+import os
+import shutil
 import socket
 import subprocess
 import time
@@ -160,6 +162,7 @@ async def test_logprobs_are_probabilities_of_what_was_said(worker: Worker, http:
         ("/v1/completions", {**GREEDY, "prompt": ""}, 400, "prompt"),
         ("/v1/completions", {**GREEDY, "logit_bias": {"99999": 1}}, 400, "logit_bias"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [1]}, 400, "tools"),
+        ("/v1/completions", {**GREEDY, "prompt": "\ud800"}, 400, "prompt"),
         ("/v1/completions", [], 400, None),
         ("/v1/nothing", {}, 404, None),
         ("/health", {}, 405, None),
@@ -203,6 +206,18 @@ async def test_what_a_sidecar_asks_is_answered(worker: Worker, http: aiohttp.Cli
         assert facts["pools"] == ["server/1/0"]
         assert facts["pid"] == worker.server.process.pid
         assert (facts["key"]["engine"], facts["key"]["threads"], facts["key"]["lora"]) == ("transformers", 1, None)
+
+
+async def test_a_request_id_that_is_no_text_breaks_nothing(worker: Worker) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(worker.url.rpartition(":")[2]))
+    body = json.dumps({**GREEDY, "max_tokens": 1}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Request-Id: \xff\r\n"
+    writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    answer = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["id"] == "cmpl-?"
 
 
 async def test_a_client_that_leaves_frees_its_session_within_a_second(
@@ -286,13 +301,16 @@ async def test_after_the_grace_period_streams_end_as_aborted_and_can_be_taken_up
 
 
 def test_a_server_that_cannot_start_says_why(python: str, tiny: Path, tmp_path: Path) -> None:
+    torn = tmp_path / "torn"
+    shutil.copytree(tiny, torn)
+    os.truncate(torn / "model.safetensors", 5000)
     with closing(socket.socket()) as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         for args, words in (
             (["--model", str(tiny), "--port", port], f"cannot listen on 127.0.0.1:{port}"),
-            (["--model", str(tmp_path), "--port", "0"], "expected a Hugging Face folder"),
+            (["--model", str(torn), "--port", "0"], "expected a Hugging Face folder"),
         ):
             command = [python, "-m", "midstream.adapters.transformers.server", *args]
             done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
