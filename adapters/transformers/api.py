@@ -220,8 +220,7 @@ def _sse(event: dict[str, Any]) -> bytes:
 
 
 def _json(body: dict[str, Any]) -> bytes:
-    # A request id may hold bytes that are no text (as surrogates); nothing else does.
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _answer_id(kind: Kind, http: web.Request, request: Request) -> str:
@@ -230,7 +229,9 @@ def _answer_id(kind: Kind, http: web.Request, request: Request) -> str:
     if given is not None and len(given) > REQUEST_ID_CHARS_MAX:
         raise RequestError(f"the request id has {len(given)} characters; at most {REQUEST_ID_CHARS_MAX} are allowed")
     prefix = "chatcmpl" if kind is Kind.CHAT else "cmpl"
-    return f"{prefix}-{given or uuid.uuid4().hex}"
+    # A header's bytes need be no text; they come as surrogates then, which nothing else may hold.
+    text = (given or uuid.uuid4().hex).encode("utf-8", "replace").decode()
+    return f"{prefix}-{text}"
 
 
 async def _errors_as_json(http: web.Request, handler: Handler) -> web.StreamResponse:
