@@ -209,6 +209,8 @@ class SidecarCoordinator:
         record = self._records[facts.session]
         record.gap_s = gap_s
         if not self._conclude(record):
+            if record.concluding is not None:
+                record.concluding.cancel()
             record.concluding = asyncio.create_task(self._conclude_later(record))
 
     def outcome(self, facts: SessionFacts) -> Outcome | None:
@@ -234,7 +236,8 @@ class SidecarCoordinator:
         gap_s, record.gap_s = record.gap_s, None
         outcome, failed = _outcome(record, slot, gap_s)
         record.tracker = record.tracker.resumed(failed)
-        if record.source is not record.owner:
+        # A first token that was only journaled can be sent before the engine has any KV: the old place is kept then.
+        if record.source is not record.owner and _has_kv(record, slot):
             self._move_source(record, record.owner)
         self._stop_restore(record)
         failed = record.tracker.failovers[-1]
@@ -316,18 +319,20 @@ class SidecarCoordinator:
     async def _plan_when_possible(self, record: Record, delivered: Sequence[int], without_kv: bool) -> Plan:
         while True:
             changed = self._changed
+            account = await self._account(record, delivered)
             now = time.monotonic()
             candidates = [
                 c for c in self._workers.candidates()
                 if record.suspects.get((c.worker, c.epoch), 0.0) <= now
             ]  # fmt: skip
-            account = await self._account(record, delivered)
-            chosen = plan(account, candidates, without_kv=without_kv)
+            chosen = plan(account, candidates, without_kv=without_kv, tiers=self._settings.tiers)
             if chosen is not None and chosen.tier is Tier.IN_PLACE and not await self._verified(record):
                 record.verify_failed = True
                 continue
             if chosen is not None:
-                return chosen
+                if self._still_there(chosen):
+                    return chosen
+                continue
             waiting_for_suspects = any(until > now for until in record.suspects.values())
             if not (self._workers.coming() or waiting_for_suspects):
                 raise self._refuse(
@@ -337,6 +342,10 @@ class SidecarCoordinator:
             with suppress(TimeoutError):
                 await asyncio.wait_for(changed.wait(), LOOK_AGAIN_S)
 
+    def _still_there(self, chosen: Plan) -> bool:
+        """Whether the chosen worker lived through the checking of its KV."""
+        return any((c.worker, c.epoch) == _id(chosen) for c in self._workers.candidates())
+
     async def _account(self, record: Record, delivered: Sequence[int]) -> Account:
         slot = record.source.slot()
         outputs = known_outputs(record.known, delivered)
@@ -344,16 +353,15 @@ class SidecarCoordinator:
             slot is not None
             and slot.state is SlotState.LIVE
             and bool(record.source.epoch.pools)
+            and not record.source.epoch.overwritten
             and not record.verify_failed
-            and bool({Tier.HELD, Tier.IN_PLACE} & self._settings.tiers)
         )
         stored = await self._stored(record)
-        last = record.owner.slot() or slot
         return Account(
             journal=record.known,
             delivered=tuple(delivered),
             prompt_len=slot.prompt_len if slot else (stored.prompt_len if stored else 0),
-            finish=last.finish if last is not None and outputs == record.known else "",
+            finish=_finish(record) if outputs == record.known else "",
             output_max=_output_max(record.facts.body),
             wants_logprobs=_wants_logprobs(record.facts.body),
             streamed=record.facts.stream,
@@ -401,7 +409,7 @@ class SidecarCoordinator:
         worker = self._workers.get(chosen.candidate.worker)
         epoch = worker.current
         assert epoch is not None
-        if record.owner is not record.source:
+        if record.owner.epoch is not record.source.epoch:
             self._workers.unassign(record.facts.session, record.owner.epoch)
         record.tracker = record.tracker.placed(worker.name, epoch.number)
         generation = record.tracker.generation
@@ -410,6 +418,8 @@ class SidecarCoordinator:
         if chosen.outputs:
             prompt_hash = slot.prompt_hash if slot is not None else "0" * 32
             resume = Resume(chosen.outputs, chosen.kv, prompt_hash, chosen.finish)
+        # What was journaled beyond this is given up: the new owner may go on otherwise.
+        record.known = chosen.expected
         record.plan = chosen
         record.owner = Place(record.facts.session, epoch, generation)
         record.interrupted = _future()
@@ -467,10 +477,10 @@ class SidecarCoordinator:
         if slot is not None and len(journal) > slot.resumed and merged == journal:
             # It has computed a step of its own, so all KV before that is there.
             self._move_source(record, owner)
-            record.verify_failed = False
 
     def _move_source(self, record: Record, place: Place) -> None:
         old, record.source = record.source, place
+        record.verify_failed = False
         if old.epoch is not place.epoch:
             self._workers.unassign(record.facts.session, old.epoch)
 
@@ -514,6 +524,26 @@ def _has_settled(record: Record, slot: Slot | None) -> bool:
     if slot.state is not SlotState.LIVE or slot.loaded + slot.recomputed > 0:
         return True
     return len(record.owner.journal(slot)) > slot.resumed
+
+
+def _has_kv(record: Record, slot: Slot | None) -> bool:
+    """Whether the new owner has the KV of all that it goes on from; true where there is nothing to go on from."""
+    if slot is None or record.plan is None or not record.plan.outputs:
+        return True
+    return slot.load is LoadState.DONE or len(record.owner.journal(slot)) > slot.resumed
+
+
+def _finish(record: Record) -> str:
+    """How the engine ended the very outputs that are known, if it did: the end of another story is none."""
+    for place in (record.owner, record.source):
+        slot = place.slot()
+        if slot is not None and slot.finish and place.journal(slot) == record.known:
+            return slot.finish
+    return ""
+
+
+def _id(chosen: Plan) -> tuple[str, int]:
+    return chosen.candidate.worker, chosen.candidate.epoch
 
 
 def _outcome(record: Record, slot: Slot | None, gap_s: float) -> tuple[Outcome, Failed]:

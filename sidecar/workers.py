@@ -39,6 +39,8 @@ class Epoch:
     adapter: EngineAdapter | None = None
     sessions: set[SessionId] = field(default_factory=set)
     dead: bool = False
+    # A later engine runs in its memory without having kept its sessions' blocks.
+    overwritten: bool = False
 
     @property
     def pools(self) -> list[str]:
@@ -108,8 +110,8 @@ class Workers:
             before.dead = True
             worker.older.append(before)
             worker.restart_count += 1
-        adopt = next((e for e in reversed(worker.older) if e.pools), None)
-        worker.current = Epoch(worker.name, number, arena_path, adopt=adopt)
+        worker.current = Epoch(worker.name, number, arena_path, adopt=_adoptable(worker))
+        self.sweep(worker)
         return worker.current
 
     def became(self, worker: Worker, state: WorkerState, text: str = "", pid: int | None = None) -> None:
@@ -118,10 +120,15 @@ class Workers:
         if worker.current is not None:
             if state is WorkerState.READY:
                 worker.current.learn()
+                if worker.current.facts.get("adopted") and worker.current.adopt is None:
+                    for epoch in worker.older:
+                        epoch.overwritten = True
                 self.sweep(worker)
             elif state in (WorkerState.DEAD, WorkerState.FAILED, WorkerState.STOPPED):
                 worker.current.learn()
                 worker.current.dead = True
+                # A worker that stays away has no next start to sweep after it.
+                self.sweep(worker)
 
     def ready(self) -> list[Worker]:
         """Workers that can take sessions."""
@@ -161,6 +168,7 @@ class Workers:
             worker.current = None
 
     def _release(self, epoch: Epoch) -> None:
+        epoch.adopt = None
         try:
             self._let_go(epoch)
         except MidstreamError as error:
@@ -170,6 +178,18 @@ class Workers:
             epoch.arena = None
         if epoch.arena_path is not None:
             epoch.arena_path.unlink(missing_ok=True)
+
+
+def _adoptable(worker: Worker) -> Epoch | None:
+    """The epoch whose pool the next start may run in.
+
+    An engine keeps the blocks of one arena's sessions. Where that pool is the memory of the epoch before it, sessions
+    that have not left that one would be written over: then the next engine gets a pool of its own, and theirs is copied.
+    """
+    newest = next((e for e in reversed(worker.older) if e.pools), None)
+    if newest is not None and newest.facts.get("adopted") and newest.adopt is not None and newest.adopt.sessions:
+        return None
+    return newest
 
 
 def _candidate(epoch: Epoch) -> Candidate:
