@@ -29,6 +29,7 @@ from .records import (
     Slot,
     SlotState,
     Table,
+    complete_kv_len,
     decode_inbox,
     encode_inbox,
     newest_record,
@@ -254,6 +255,11 @@ class ArenaReader:
             seed = chain_seed(bytes.fromhex(now.session), now.generation, KIND_JOURNAL, 0)
             known.journal = ChainReader(self._map.pages, seed, now.journal_page, self._map.geometry.page_count)
         return list(known.journal.advance())
+
+    def kv_len(self, slot: Slot) -> int:
+        """How many leading positions have KV in the session's blocks now; 0 when the slot is no longer its own."""
+        now = self.refresh(slot)
+        return 0 if now is None else complete_kv_len(now, len(self.journal(now)))
 
     def table(self, slot: Slot) -> Table:
         """The session's blocks; ArenaError when the table was replaced while it was read."""

@@ -147,6 +147,11 @@ class SlotWriter:
         """Whether the session is still recorded."""
         return self._alive
 
+    @property
+    def has_own_tokens(self) -> bool:
+        """Whether anything was journaled beyond the re-entered outputs."""
+        return len(self._journal) > self._slot.resumed
+
     def begin(self, outputs: Sequence[int]) -> bool:
         """Write the re-entered outputs, then the record that makes the session visible."""
         if not self._journal.append(outputs) or not self._reserve_first_pages():
@@ -173,7 +178,7 @@ class SlotWriter:
         if not self._table.append(ids) or not self._reserve_first_pages():
             self._arena.give_back(old)
             return self._drop()
-        self._write(table_generation=generation, table_page=self._table.pages[0])
+        self._write(table_generation=generation, table_page=self._table.pages[0], table_journal=len(self._journal))
         self._arena.give_back(old)
         return True
 

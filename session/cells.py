@@ -40,6 +40,9 @@ class ChainWriter:
         self._take_page = take_page
         self.pages: list[int] = []
 
+    def __len__(self) -> int:
+        return max(len(self.pages) - 1, 0) * CELLS_PER_PAGE + (self._index if self.pages else 0)
+
     def append(self, values: Iterable[int]) -> bool:
         """Append values in order; False when pages ran out (the chain then ends before the value that did not fit)."""
         for value in values:

@@ -44,7 +44,11 @@ class LoadState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One decoded record; `loaded` and `recomputed` count positions, `resumed` the outputs re-entered at admission."""
+    """One decoded record.
+
+    `loaded` and `recomputed` count positions, `resumed` the outputs re-entered at admission, `table_journal` the
+    outputs that were journaled when this block table was written.
+    """
 
     index: int
     sequence: int
@@ -61,6 +65,7 @@ class Slot:
     table_generation: int = 0
     journal_page: int = NO_PAGE
     table_page: int = NO_PAGE
+    table_journal: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,7 @@ def encode_record(slot: Slot) -> bytes:
         slot.table_generation,
         slot.journal_page,
         slot.table_page,
-        0,
+        slot.table_journal,
     ).ljust(RECORD_BYTES - _CRC.size, b"\0")
     return _CRC.pack(crc32(body)) + body
 
@@ -113,7 +118,7 @@ def decode_record(index: int, record: bytes) -> Slot | None:
         table_generation,
         journal_page,
         table_page,
-        _,
+        table_journal,
     ) = _BODY.unpack_from(body)
     if sequence == 0 or state > max(SlotState) or load > max(LoadState) or finish >= len(FINISHES):
         return None
@@ -133,7 +138,23 @@ def decode_record(index: int, record: bytes) -> Slot | None:
         table_generation,
         journal_page,
         table_page,
+        table_journal,
     )
+
+
+def complete_kv_len(slot: Slot, journal_len: int) -> int:
+    """How many leading positions have KV in the blocks of the record's table.
+
+    A token in the journal commits the KV of all positions before it, under the table in which it was computed. A
+    session that was preempted keeps its journal while its new blocks are computed again, so nothing counts until its
+    journal has grown under the new table; re-entered outputs count only if their KV was loaded.
+    """
+    if slot.load is LoadState.WAITING or journal_len == 0:
+        return 0
+    complete = slot.prompt_len + journal_len - 1
+    if slot.resumed and journal_len <= slot.resumed:
+        return min(slot.loaded, complete) if slot.load is LoadState.DONE else 0
+    return complete if journal_len > slot.table_journal else 0
 
 
 def newest_record(index: int, slot_bytes: bytes) -> Slot | None:

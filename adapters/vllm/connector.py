@@ -49,10 +49,10 @@ class MidstreamConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- scheduler side
 
     @guarded(default=None)
-    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """vLLM 0.32: the block pool is behind the manager."""
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Called by vLLM 0.25, and by the base class of 0.32 when it is bound to the cache manager."""
         if self.scheduler_side is not None:
-            self.scheduler_side.bind_block_pool(kv_cache_manager.block_pool)
+            self.scheduler_side.bind_block_pool(gpu_block_pool)
 
     @guarded(default=None)
     def on_new_request(self, request: Any) -> None:

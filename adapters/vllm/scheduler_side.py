@@ -83,7 +83,7 @@ class SchedulerSide:
         try:
             newest = {}
             for slot in sorted(reader.slots(), key=lambda s: s.generation):
-                if slot.state is SlotState.LIVE and reader.journal(slot):
+                if slot.state is SlotState.LIVE and reader.kv_len(slot):
                     newest[slot.session] = reader.table(slot).blocks
         finally:
             reader.close()
@@ -195,6 +195,13 @@ class SchedulerSide:
 
     def step_meta(self, scheduled: Any) -> StepMeta:
         """Write the block tables of what the step about to be launched touches."""
+        for request_id in getattr(scheduled, "preempted_req_ids", None) or ():
+            # This very step may write to its old blocks for somebody else: it has none until it is back.
+            if (preempted := self._tracked.get(request_id)) is not None:
+                if not preempted.slot.has_own_tokens:
+                    # What was loaded is gone with them.
+                    preempted.slot.report(LoadState.FAILED, 0, 0)
+                preempted.slot.set_blocks(())
         for request_id in getattr(scheduled, "preempted_req_ids", None) or ():
             # Its blocks may be another's from this step on: a table that still named them would be a lie.
             if (preempted := self._tracked.get(request_id)) is not None:

@@ -6,9 +6,9 @@ from typing import Any
 from ...session.arena import SlotState
 from ...session.errors import StoreError
 from ...session.store import Store
+from . import coverage
 from .copying import sum_blocks
 from .counters import Counters
-from .coverage import Coverage
 from .protocol import (
     MoverError,
     Op,
@@ -36,7 +36,6 @@ class Operations:
     def __init__(
         self,
         sources: Sources,
-        coverage: Coverage,
         sums: Sums,
         counters: Counters,
         watcher: Watcher,
@@ -45,7 +44,6 @@ class Operations:
         snapshotter: Snapshotter | None,
     ) -> None:
         self._sources = sources
-        self._coverage = coverage
         self._sums = sums
         self._counters = counters
         self._watcher = watcher
@@ -85,7 +83,6 @@ class Operations:
         self._watcher.unwatch(path)
         for owner in self._sums.owners(path):
             self._sums.drop(owner)
-        self._coverage.forget_arena(path)
         if self._snapshotter is not None:
             self._snapshotter.release(path)
         return {"released": self._sources.release(path)}
@@ -108,12 +105,12 @@ class Operations:
         slot = reader.find(session, whole_field(message, "generation"))
         if slot is None:
             raise MoverError(Reason.SESSION, f"session {session} is not in {path}")
-        covered = self._coverage.read(reader, slot)
+        covered = coverage.read(reader, slot)
         block_tokens = pool.layout.block_tokens
         full = covered.kv_len // block_tokens
         sums = list(self._sums.get((path, session, slot.generation), covered.table.generation))[:full]
         found = await asyncio.to_thread(sum_blocks, pool, covered.table.blocks[: len(sums)])
-        self._coverage.check_unchanged(reader, covered)
+        coverage.check_unchanged(reader, covered)
         damaged = [ordinal for ordinal, value in enumerate(found) if value != sums[ordinal]]
         if damaged:
             self._counters.fail(Reason.CHECKSUM)
@@ -187,7 +184,7 @@ class Operations:
                 if slot.state is not SlotState.LIVE:
                     continue
                 try:
-                    covered = self._coverage.read(reader, slot)
+                    covered = coverage.read(reader, slot)
                 except MoverError:
                     continue
                 owner = (path, slot.session, slot.generation)

@@ -23,7 +23,6 @@ from ...session.errors import ConfigError, StoreError
 from ...session.held import HolderClient
 from ..private_socket import private_socket
 from .counters import Counters
-from .coverage import Coverage
 from .operations import Operations
 from .restorer import RUNNING_MAX, Restorer
 from .server import CONNECTIONS_MAX, Server
@@ -91,14 +90,14 @@ async def _serve(options: argparse.Namespace, listener: socket.socket, store: Di
     sys.setswitchinterval(0.0005)
     counters = Counters()
     sources = Sources(HolderClient(options.holder))
-    coverage, sums = Coverage(), Sums()
+    sums = Sums()
     snapshotter = None
     if store is not None:
         policy = Policy(options.snapshot_every_s, options.tail_every_tokens)
-        snapshotter = Snapshotter(sources, coverage, sums, counters, store, policy)
-    watcher = Watcher(sources, coverage, sums, counters, snapshotter, poll_s=options.poll_s)
-    restorer = Restorer(sources, coverage, sums, counters, store)
-    operations = Operations(sources, coverage, sums, counters, watcher, restorer, store, snapshotter)
+        snapshotter = Snapshotter(sources, sums, counters, store, policy)
+    watcher = Watcher(sources, sums, counters, snapshotter, poll_s=options.poll_s)
+    restorer = Restorer(sources, sums, counters, store)
+    operations = Operations(sources, sums, counters, watcher, restorer, store, snapshotter)
     server = Server(operations.handlers(), counters)
     jobs = [server.serve(listener), watcher.run(), _told_to_end(options.parent_pid)]
     if snapshotter is not None:

@@ -15,16 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from ...session.arena import ArenaReader, LoadState, Slot, SlotState, Table
+from ...session.arena import ArenaReader, LoadState, Slot, SlotState
 from ...session.errors import ArenaError, CorruptError, PoolError, StoreError
 from ...session.ids import SessionId
 from ...session.layout import PoolLayout
 from ...session.manifest import Manifest
 from ...session.store import Store
-from . import copying
+from . import copying, coverage
 from .copying import BlockCopy, Copied
 from .counters import Counters
-from .coverage import Coverage
 from .matching import SessionKv, check_match
 from .protocol import MoverError, Reason, RestoreResult
 from .sources import MappedPool, Sources, key_of
@@ -88,11 +87,8 @@ class _Destination:
 class Restorer:
     """Runs restores, many at a time; see Order."""
 
-    def __init__(
-        self, sources: Sources, coverage: Coverage, sums: Sums, counters: Counters, store: Store | None
-    ) -> None:
+    def __init__(self, sources: Sources, sums: Sums, counters: Counters, store: Store | None) -> None:
         self._sources = sources
-        self._coverage = coverage
         self._sums = sums
         self._counters = counters
         self._store = store
@@ -133,7 +129,6 @@ class Restorer:
             # Cancelled, or a fault of ours: the engine must not wait for an answer that would never come.
             self._failed(reader, slot, error, done, began)
             raise
-        self._coverage.filled(reader, slot, Table(destination.slot.table_generation, destination.blocks))
         reader.answer(slot, LoadState.DONE, destination.tokens)
         self._count(done)
         seconds = time.monotonic() - began
@@ -230,7 +225,7 @@ class Restorer:
         slot = reader.find(order.session, generation)
         if slot is None:
             raise MoverError(Reason.SESSION, f"session {order.session}: generation {generation} is not in {path}")
-        covered = self._coverage.read(reader, slot)
+        covered = coverage.read(reader, slot)
         check_match(
             _offer(slot, key_of(reader), pool.layout, pool.fingerprint, covered.outputs, covered.kv_len), to.wanted()
         )
@@ -259,7 +254,7 @@ class Restorer:
                     f"session {order.session}: block {part.damaged} differs from what it was when it filled; "
                     "recomputing from the journal",
                 )
-        self._coverage.check_unchanged(reader, covered)
+        coverage.check_unchanged(reader, covered)
         return done
 
     async def _from_store(self, order: Order, to: _Destination) -> Copied:

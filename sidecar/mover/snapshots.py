@@ -19,12 +19,13 @@ from ...session.errors import StoreError
 from ...session.ids import SessionId
 from ...session.manifest import Manifest
 from ...session.store import Draft, Store
+from . import coverage
 from .copying import gather
 from .counters import Counters
-from .coverage import Coverage, Covered, Owner
+from .coverage import Covered
 from .protocol import MoverError, Reason, SnapshotResult
 from .sources import MappedPool, Sources, key_of
-from .sums import Sums
+from .sums import Owner, Sums
 
 RETRY_S = 10.0
 ROUND_S = 0.05
@@ -60,14 +61,12 @@ class Snapshotter:
     def __init__(
         self,
         sources: Sources,
-        coverage: Coverage,
         sums: Sums,
         counters: Counters,
         store: Store,
         policy: Policy,
     ) -> None:
         self._sources = sources
-        self._coverage = coverage
         self._sums = sums
         self._counters = counters
         self._store = store
@@ -181,7 +180,7 @@ class Snapshotter:
             reader = self._sources.reader(path)
             pool = await self._sources.pool(path)
             owner = (path, slot.session, slot.generation)
-            covered = self._coverage.read(reader, slot)
+            covered = coverage.read(reader, slot)
             written = self._written.get(owner)
             if written is None or written.table_generation != covered.table.generation:
                 written = self._written[owner] = _Written(covered.table.generation)
@@ -196,7 +195,7 @@ class Snapshotter:
             try:
                 with await asyncio.to_thread(self._store.begin) as draft:
                     names = await asyncio.to_thread(_put_blocks, draft, pool, covered, written.names, sums)
-                    self._coverage.check_unchanged(reader, covered)
+                    coverage.check_unchanged(reader, covered)
                     manifest = _manifest(reader, pool, covered, names)
                     await asyncio.to_thread(draft.publish, manifest)
             except StoreError as error:

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .coverage import Owner
+from ...session.ids import SessionId
+
+Owner = tuple[Path, SessionId, int]
 
 SUMS_MAX = 8 << 20
 

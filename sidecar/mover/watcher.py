@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Protocol
 
 from ...session.arena import ArenaReader, Slot, SlotState
+from . import coverage
 from .copying import sum_blocks
 from .counters import Counters
-from .coverage import Coverage, Owner
 from .protocol import MoverError, Reason
 from .sources import ARENAS_MAX, Sources
-from .sums import Sums
+from .sums import Owner, Sums
 
 POLL_S = 0.02
 # A session is looked at again when it could have filled its block at this pace, and in any case after LOOK_S_MAX.
@@ -46,7 +46,6 @@ class Watcher:
     def __init__(
         self,
         sources: Sources,
-        coverage: Coverage,
         sums: Sums,
         counters: Counters,
         follower: Follower | None = None,
@@ -54,7 +53,6 @@ class Watcher:
         poll_s: float = POLL_S,
     ) -> None:
         self._sources = sources
-        self._coverage = coverage
         self._sums = sums
         self._counters = counters
         self._follower = follower
@@ -112,12 +110,9 @@ class Watcher:
         slots = {(path, slot.session, slot.generation): slot for slot in reader.slots()}
         live = {owner: slot for owner, slot in slots.items() if slot.state is SlotState.LIVE}
         before, self._live[path] = self._live[path], live
-        for slot in live.values():
-            self._coverage.observe(reader, slot)
         for owner, slot in before.items():
             if owner not in live:
                 self._sums.drop(owner)
-                self._coverage.forget(owner)
                 self._not_before.pop(owner, None)
                 if self._follower is not None:
                     self._follower.ended(path, slots.get(owner, slot))
@@ -133,13 +128,13 @@ class Watcher:
         block_tokens = pool.layout.block_tokens
         due: tuple[int, ...] = ()
         try:
-            covered = self._coverage.read(reader, slot)
+            covered = coverage.read(reader, slot)
             first = len(self._sums.get(owner, covered.table.generation))
             due = covered.table.blocks[first : covered.kv_len // block_tokens]
             due = due[: min(self._sums.room, max(1, BYTES_PER_LOOK // pool.layout.block_bytes))]
             if due:
                 values = await asyncio.to_thread(sum_blocks, pool, due)
-                self._coverage.check_unchanged(reader, covered)
+                coverage.check_unchanged(reader, covered)
         except MoverError:
             # It ended, or was given other blocks, while it was looked at; the next turn sees what it is now.
             self._counters.sums_dropped += len(due)
