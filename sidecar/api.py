@@ -1,6 +1,6 @@
 """The sidecar's own HTTP routes: health, readiness, metrics, and what is going on. The proxy serves all others."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -53,6 +53,20 @@ def routes(
         web.get("/midstream/v1/status", told_status),
         web.get("/midstream/v1/sessions", told_sessions),
     ]
+
+
+SESSION_PATHS = ("/v1/completions", "/v1/chat/completions")
+
+
+def counting(metrics: Metrics) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+    """Counts each answer as it begins; for an application's `on_response_prepare`."""
+
+    async def count(request: web.Request, response: web.StreamResponse) -> None:
+        is_session = request.path in SESSION_PATHS
+        # Paths come from clients: only those that are known become a label.
+        metrics.request(request.path if is_session else "other", "session" if is_session else "plain", response.status)
+
+    return count
 
 
 def told_worker(worker: Worker) -> dict[str, Any]:

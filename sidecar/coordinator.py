@@ -89,6 +89,10 @@ class Place:
         self.epoch.learn()
         return None if self.epoch.arena is None else self.epoch.arena.find(self.session, self.generation)
 
+    def kv_len(self, slot: Slot) -> int:
+        """How many leading positions have KV there."""
+        return 0 if self.epoch.arena is None else self.epoch.arena.kv_len(slot)
+
     def journal(self, slot: Slot) -> tuple[int, ...]:
         """What was journaled there."""
         return () if self.epoch.arena is None else tuple(self.epoch.arena.journal(slot))
@@ -352,6 +356,7 @@ class SidecarCoordinator:
         held = (
             slot is not None
             and slot.state is SlotState.LIVE
+            and record.source.kv_len(slot) > 0
             and bool(record.source.epoch.pools)
             and not record.source.epoch.overwritten
             and not record.verify_failed

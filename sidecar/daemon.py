@@ -171,6 +171,7 @@ class _Daemon:
             proxy_settings(self._settings, self._adapter, private),
             routes=api.routes(self._workers, self._coordinator, self._metrics, self._status),
         )
+        app.on_response_prepare.append(api.counting(self._metrics))
         runner = make_runner(app)
         await runner.setup()
         await web.SockSite(runner, listener).start()
@@ -357,6 +358,8 @@ class _Daemon:
             except MidstreamError:
                 self._mover_status = None
             self._metrics.set_mover(self._mover_status)
+            for name, supervised in self._supervised.items():
+                self._workers.get(name).pid = supervised.pid
             await asyncio.sleep(STATUS_EVERY_S)
 
     def _status(self) -> dict[str, Any]:

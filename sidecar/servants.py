@@ -131,9 +131,15 @@ class MoverKeeper:
         if self._process is not None and self._process.poll() is None:
             return
         self.restarts += 1
+        # That of a mover that was killed would be taken for the new one's.
+        self.socket.unlink(missing_ok=True)
         # Not in a worker thread: the death signal is tied to the thread that forks.
+        # A session of its own: a signal to the sidecar's group must not end it before the last restore.
         self._process = subprocess.Popen(  # noqa: ASYNC220
-            self._command, stdin=subprocess.DEVNULL, preexec_fn=dies_with_parent(signal.SIGTERM)
+            self._command,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=dies_with_parent(signal.SIGTERM),
         )
         deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
         while not self.socket.exists():
