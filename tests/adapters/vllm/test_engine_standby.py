@@ -1,0 +1,171 @@
+"""Two real vLLM workers: whatever a session asks of its engine goes on, on the standby, as if nothing had happened.
+
+A start of vLLM is what costs time here, so many different sessions die in each kill.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from midstream.loadtest.client import Answer
+from midstream.loadtest.harness import Victim
+from support.vllm_rig import BLOCK_TOKENS, CHAT, COMPLETIONS, Case, Rig, chat, completion
+
+pytestmark = [pytest.mark.engine, pytest.mark.vllm, pytest.mark.timeout(400)]
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 8}, "minItems": 3, "maxItems": 4},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+STORY = "Write a long story about a dog named Max."
+# Longer than what the workers prefill in one step, and than a block.
+LONG_PROMPT = "The quick brown fox jumps over the lazy dog. " * 40
+PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.1}
+SECRETS = ("PELICAN", "THUNDER", "VIOLIN", "MAGENTA", "GRANITE", "LANTERN")
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[Rig]:
+    """A sidecar with two workers that prefill at most 256 tokens a step."""
+    rig = Rig("--max-num-batched-tokens", "256", workers=2)
+    try:
+        rig.start()
+        yield rig
+    finally:
+        rig.stop()
+
+
+async def undisturbed(rig: Rig, http: aiohttp.ClientSession, cases: list[Case]) -> list[Answer]:
+    """What the answers are when nothing happens."""
+    answers = [await rig.ask(http, case) for case in cases]
+    for answer in answers:
+        assert answer.whole, (answer.violations, answer.error)
+    return answers
+
+
+def require_same(cases: list[Case], wanted: list[Answer], got: list[Answer]) -> None:
+    """Each answer is whole, exact by the sidecar's own account, and what it would have been."""
+    for case, plain, answer in zip(cases, wanted, got, strict=True):
+        assert answer.whole, (case, answer.violations, answer.error)
+        assert answer.token_ids == plain.token_ids, case
+        assert answer.text == plain.text, case
+        assert answer.same_as(plain), case
+        if case.stream:
+            assert "outcome=exact takeovers=1" in answer.report, case
+
+
+async def test_a_stream_is_what_the_engine_alone_would_have_sent(rig: Rig, http: aiohttp.ClientSession) -> None:
+    await rig.ready(http)
+    [url, *_] = [w["url"] for w in await rig.sidecar.workers(http)]
+    for path, body in ((CHAT, chat(STORY, max_tokens=24)), (COMPLETIONS, completion(STORY, max_tokens=24))):
+        for more in ({}, {"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}):
+            request = {**body, **more}
+            direct, proxied = await equal_bytes(http, url + path, rig.sidecar.url + path, request)
+            assert proxied == direct
+
+
+async def equal_bytes(
+    http: aiohttp.ClientSession, direct: str, proxied: str, body: dict[str, Any]
+) -> tuple[bytes, bytes]:
+    """Both answers without ids and times. A busy engine now and then puts two tokens in a chunk: then once more."""
+    pair = (b"", b"")
+    for _ in range(5):
+        pair = (await raw(http, direct, body), await raw(http, proxied, body))
+        if pair[0].count(b"data:") == pair[1].count(b"data:"):
+            break
+    return pair
+
+
+async def raw(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> bytes:
+    """An answer's bytes, without what differs from request to request."""
+    async with http.post(url, json=body) as response:
+        assert response.status == 200
+        return re.sub(rb'"(id|created)":("[^"]*"|\d+)', rb'"\1":0', await response.read())
+
+
+async def test_grammar_penalties_and_half_characters_go_on_after_the_whole_tree_is_killed(
+    rig: Rig, http: aiohttp.ClientSession
+) -> None:
+    emoji = chat("Draw rockets.", max_tokens=48, structured_outputs={"regex": "(😀|🚀|🌍){12}"})
+    lengths: list[int] = []
+    await rig.ask(http, Case(emoji), on_tokens=lambda a: lengths.append(len(a.text)))
+    # Within a character: this token brought no text, the next one will not either.
+    cut = next(i + 1 for i in range(10, len(lengths)) if lengths[i] == lengths[i - 1])
+    cases = [
+        Case(emoji, cut=cut),
+        Case(chat("Describe a person as JSON.", max_tokens=80, response_format=json_schema(PERSON))),
+        Case(chat(STORY, temperature=0.9, seed=5, top_p=0.95, **PENALTIES)),
+        Case(completion(STORY), COMPLETIONS),
+        Case(chat("Say hi.", min_tokens=40, presence_penalty=2, max_tokens=50)),
+        Case(completion(LONG_PROMPT, temperature=1, seed=7), COMPLETIONS),
+    ]
+    wanted = await undisturbed(rig, http, cases)
+    got = await rig.interrupted(http, cases, Victim.TREE)
+    require_same(cases, wanted, got)
+    assert set(json.loads(got[1].text)) == {"name", "age", "tags"}
+
+
+async def test_a_stop_string_is_found_across_the_cut_after_the_core_is_killed(
+    rig: Rig, http: aiohttp.ClientSession
+) -> None:
+    pieces: list[int] = []
+    plain = await rig.ask(http, Case(chat(STORY)), on_tokens=lambda a: pieces.append(len(a.text)))
+    # The worker dies between the two tokens that the stop string lies on.
+    cut = next(i for i in range(20, len(pieces)) if is_first(plain.text, pieces[i - 1]))
+    at = pieces[cut - 1]
+    cases = [
+        Case(chat(STORY, stop=[plain.text[at - 4 : at + 4]]), cut=cut - 3),
+        Case(chat(STORY, temperature=0.8, seed=3), stream=False),
+        Case(completion(STORY, max_tokens=cut + 8), COMPLETIONS, stream=False),
+        Case(completion(LONG_PROMPT, temperature=1, seed=7), COMPLETIONS),
+        Case(chat(STORY, max_tokens=cut + 1)),
+        Case(chat("Say hi.", max_tokens=30, min_tokens=28, logprobs=True, top_logprobs=2)),
+    ]
+    wanted = await undisturbed(rig, http, cases)
+    assert wanted[0].finish == "stop"
+    got = await rig.interrupted(http, cases, Victim.CORE)
+    require_same(cases, wanted, got)
+
+
+def is_first(text: str, at: int) -> bool:
+    """Whether the eight characters around `at` occur here and not before."""
+    return text.find(text[at - 4 : at + 4]) == at - 4
+
+
+async def test_secrets_stay_where_they_belong_after_the_front_end_is_killed(
+    rig: Rig, http: aiohttp.ClientSession
+) -> None:
+    cases = [
+        Case(chat(f"The secret word is {secret}. Write a story about {secret}.", max_tokens=50)) for secret in SECRETS
+    ]
+    [first, *_] = await undisturbed(rig, http, cases[:1])
+    assert first.usage is not None
+    # With so many outputs the KV fills its first block to the last position.
+    cut = BLOCK_TOKENS - first.usage["prompt_tokens"] + 1
+    edge = chat(STORY + " Max lives in a small town by the sea." * 4, max_tokens=60)
+    cases.append(Case(edge))
+    wanted = await undisturbed(rig, http, cases)
+    assert wanted[-1].usage is not None
+    cut = BLOCK_TOKENS - wanted[-1].usage["prompt_tokens"] + 1
+    assert 2 < cut < 50
+    cases[-1] = Case(edge, cut=cut)
+    got = await rig.interrupted(http, cases, Victim.ROOT, trigger=len(cases) - 1)
+    require_same(cases, wanted, got)
+    for secret, answer in zip(SECRETS, got, strict=False):
+        assert secret in answer.text.upper()
+        assert not any(other in answer.text.upper() for other in SECRETS if other != secret)
+
+
+def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's way to ask for an object."""
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}

@@ -1,0 +1,165 @@
+"""A sidecar with real vLLM workers, and what tests do with it: undisturbed answers, and kills in mid-stream.
+
+Runs in float32, where the composition of a batch does not change which token is the likeliest: so many sessions can
+die in one kill, which is what a start of vLLM costs.
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from midstream.loadtest.client import Answer, read_stream, read_whole
+from midstream.loadtest.harness import SidecarProcess, Victim, kill_worker
+from midstream.sidecar.environments import VLLM_ENVIRON
+
+PYTHON_VARIABLE = "MIDSTREAM_TEST_VLLM_PYTHON"
+MODEL_VARIABLE = "MIDSTREAM_TEST_MODEL"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+BLOCK_TOKENS = 128
+START_S = 240.0
+ADMISSION_S = 0.03
+ASK_REPORT = {"X-Midstream-Report": "1"}
+
+
+def vllm_command(*options: str) -> list[str]:
+    """The command of one small worker; skips the test where this machine has no vLLM."""
+    python, model = os.environ.get(PYTHON_VARIABLE), os.environ.get(MODEL_VARIABLE)
+    if not python or not model:
+        pytest.skip(f"{PYTHON_VARIABLE} and {MODEL_VARIABLE} name no vLLM and no model")
+    return [
+        python, str(Path(python).with_name("vllm")), "serve", model, "--served-model-name", "smollm2",
+        "--enforce-eager", "--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "8", *options,
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One request; `cut` is the number of outputs at which its worker is to die."""
+
+    body: Mapping[str, Any]
+    path: str = CHAT
+    stream: bool = True
+    cut: int = 0
+
+
+def chat(prompt: str, **options: Any) -> dict[str, Any]:
+    """The body of a greedy chat request."""
+    body = {"model": "smollm2", "messages": [{"role": "user", "content": prompt}], "temperature": 0, "max_tokens": 60}
+    return {**body, **options}
+
+
+def completion(prompt: str | list[int], **options: Any) -> dict[str, Any]:
+    """The body of a greedy completion request."""
+    return {"model": "smollm2", "prompt": prompt, "temperature": 0, "max_tokens": 60, **options}
+
+
+FILLER = Case(chat("Count.", max_tokens=500, ignore_eos=True))
+
+
+class Rig:
+    """One sidecar and its workers."""
+
+    def __init__(
+        self,
+        *options: str,
+        workers: int,
+        settings: Mapping[str, object] | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        environ = {**VLLM_ENVIRON, **(environ or {})}
+        self.workers = workers
+        self.sidecar = SidecarProcess(vllm_command(*options), workers=workers, environ=environ, settings=settings)
+
+    def start(self) -> None:
+        """Start it and wait for all workers."""
+
+        async def up() -> None:
+            async with aiohttp.ClientSession() as http:
+                await self.sidecar.start(http, timeout_s=START_S)
+
+        asyncio.run(up())
+
+    def stop(self) -> None:
+        """End all of it."""
+        self.sidecar.stop()
+
+    async def ask(self, http: aiohttp.ClientSession, case: Case, **more: Any) -> Answer:
+        """One answer through the sidecar."""
+        read = read_stream if case.stream else read_whole
+        return await read(http, self.sidecar.url + case.path, dict(case.body), **more)
+
+    async def ready(self, http: aiohttp.ClientSession, count: int | None = None) -> None:
+        """Wait until all workers (or `count`) are ready."""
+        await self.sidecar.wait_ready(http, count=count, timeout_s=START_S)
+
+    async def interrupted(
+        self, http: aiohttp.ClientSession, cases: Sequence[Case], victim: Victim, *, trigger: int = 0
+    ) -> "list[Answer]":
+        """Run all cases at once on one worker and kill it when the case `trigger` has come to its cut.
+
+        Every one of them must have been interrupted and taken up exactly, in KV that was held.
+        """
+        await self.ready(http)
+        seen = {s["session"] for s in await self.sidecar.sessions(http)}
+        killing: list[asyncio.Task[list[str]]] = []
+
+        async def kill() -> list[str]:
+            worker = await self.sidecar.serving(http)
+            return kill_worker(worker["pid"], victim)
+
+        def at_cut(answer: Answer) -> Any:
+            if killing or len(answer.token_ids) < cases[trigger].cut:
+                return None
+            killing.append(asyncio.create_task(kill()))
+            return killing[0]
+
+        async with self._others_busy(http) as admitted:
+            running = []
+            for index, case in enumerate(cases):
+                more = {"on_tokens": at_cut} if index == trigger else {}
+                running.append(asyncio.create_task(self.ask(http, case, headers=ASK_REPORT, **more)))
+                await admitted()
+        answers = await asyncio.gather(*running)
+        assert killing, f"the answer ended before token {cases[trigger].cut}: {answers[trigger]}"
+        assert killing[0].result()
+        told = [s for s in await self.sidecar.sessions(http) if s["session"] not in seen and s["outcomes"]]
+        assert len(told) == len(cases), "not every session was on the worker that died"
+        for session in told:
+            [outcome] = session["outcomes"]
+            assert (outcome["outcome"], outcome["lag"]) == ("exact", 0), outcome
+            assert outcome["kv_tokens_loaded"] > 0, outcome
+            assert outcome["tokens_recomputed"] == 1, outcome
+        return answers
+
+    @asynccontextmanager
+    async def _others_busy(self, http: aiohttp.ClientSession) -> "AsyncIterator[Callable[[], Awaitable[None]]]":
+        """While this lasts, each session that was admitted is answered by one of a filler on every other worker."""
+        fillers: list[asyncio.Task[Answer]] = []
+
+        async def admitted() -> None:
+            await asyncio.sleep(ADMISSION_S)
+            for _ in range(self.workers - 1):
+                fillers.append(asyncio.create_task(self.ask(http, FILLER)))
+                await asyncio.sleep(ADMISSION_S)
+
+        try:
+            yield admitted
+        finally:
+            for filler in fillers:
+                filler.cancel()
+            await asyncio.gather(*fillers, return_exceptions=True)
+
+
+def processes_of(pid: int) -> list[psutil.Process]:
+    """A worker's process tree."""
+    root = psutil.Process(pid)
+    return [root, *root.children(recursive=True)]
