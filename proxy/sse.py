@@ -49,7 +49,9 @@ class SseParser:
         """Take bytes and return the events that they complete, in order."""
         if self._buffer or b"\r" in data or self._at_start:
             return self._feed_slowly(data)
-        # The usual read of an engine's stream: whole events that end in two line feeds.
+        if data.count(b"\n") == 2 and data.endswith(b"\n\n") and data.startswith(b"data: "):
+            return [Event(data, data[6:-2])]
+        # The usual reads of an engine's stream are one event, or several: each ends in two line feeds.
         blocks = data.split(b"\n\n")
         rest = blocks.pop()
         events = [

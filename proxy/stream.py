@@ -125,7 +125,7 @@ class StreamHandler:
                 if step.out:
                     watch.sending = True
                     await self._send(step, placement)
-                    watch.sent()
+                    watch.sending = False
                 if step.end is not End.GOES_ON:
                     return step
                 if not data:

@@ -11,6 +11,8 @@ import aiohttp
 from .coordinator import Reason
 from .stall import Rhythm, StallPolicy
 
+_GRACE_S = 0.1
+
 
 class Watch:
     """Use as a context manager around the reading of one answer."""
@@ -26,6 +28,7 @@ class Watch:
         self._timer: asyncio.TimerHandle | None = None
         # Set while the proxy waits for the client: silence is not the engine's then.
         self.sending = False
+        self._overdue = False
 
     def __enter__(self) -> "Watch":
         self._interrupted.add_done_callback(self._on_interrupted)
@@ -38,14 +41,10 @@ class Watch:
 
     def token(self) -> None:
         """Tokens arrived."""
+        self._overdue = False
         self._rhythm.token(self._loop.time())
         if self._timer is None:
             self._look()
-
-    def sent(self) -> None:
-        """The proxy listens again."""
-        self.sending = False
-        self._rhythm.resume(self._loop.time())
 
     def _look(self) -> None:
         # The timer is not moved at each token: it looks again when the silence could have become too long.
@@ -56,10 +55,15 @@ class Watch:
         remaining_s = self._rhythm.remaining_s(now_s)
         if remaining_s is None:
             return
-        if remaining_s <= 0:
+        if remaining_s > 0:
+            self._timer = self._loop.call_later(remaining_s, self._look)
+        elif self._overdue:
             self._trip(Reason.STALL)
         else:
-            self._timer = self._loop.call_later(remaining_s, self._look)
+            # The proxy may have begun to listen only now, after a long wait for its client: what the engine has sent
+            # meanwhile is read within the grace.
+            self._overdue = True
+            self._timer = self._loop.call_later(_GRACE_S, self._look)
 
     def _on_interrupted(self, news: "asyncio.Future[Reason]") -> None:
         if not news.cancelled():

@@ -33,3 +33,8 @@ def test_absent_ids_leave_valid_json_without_the_key(order: tuple[str, ...], sep
     without = {name: value for name, value in body.items() if name != "token_ids"}
     raw = json.dumps(body, separators=separators).encode()
     assert hide_ids(raw, Hiding.ABSENT) == json.dumps(without, separators=separators).encode()
+
+
+def test_a_key_that_only_ends_like_one_of_ids_stays() -> None:
+    raw = json.dumps({'a"token_ids': [1], "x_token_ids": [2], "prompt_token_ids": None}).encode()
+    assert hide_ids(raw, Hiding.NULL) == raw

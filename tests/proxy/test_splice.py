@@ -309,3 +309,24 @@ def test_of_what_the_client_has_not_even_an_empty_chunk_is_sent() -> None:
     splicer.begin(voice.answer.ids[:2])
     step = feed(splicer, voice.role(), voice.tokens(0, 1, first=True), voice.tokens(1, 2, first=False))
     assert (step.out, step.fresh) == (b"", False)
+
+
+@settings(max_examples=100, deadline=None)
+@given(pieces=PIECES, chat=st.booleans(), hide=st.booleans(), cut=st.integers(0, 14))
+def test_the_short_cut_for_the_usual_event_agrees_with_the_rules(
+    pieces: list[bytes], chat: bool, hide: bool, cut: int
+) -> None:
+    chunks = attempt(Voice(Answer(tuple(pieces)), chat, True), 0, [], cut)
+    wishes = Wishes(chat=chat, hiding=Hiding.NULL if hide else None)
+    singly, together = Splicer(wishes), Splicer(wishes)
+    for splicer in (singly, together):
+        splicer.begin()
+    one_by_one = b"".join(feed(singly, chunk).out for chunk in chunks)
+    # A comment in each read keeps the short cut from being taken.
+    at_once = feed(together, *(chunk + b":\n\n" for chunk in chunks)).out
+    assert one_by_one == at_once.replace(b":\n\n", b"")
+    assert singly.delivered == together.delivered
+    for splicer in (singly, together):
+        assert splicer.begin(singly.delivered) is None
+    whole = attempt(Voice(Answer(tuple(pieces)), chat, True), cut, [], None)
+    assert feed(singly, *whole) == feed(together, *whole)
