@@ -19,9 +19,11 @@ from aiohttp.typedefs import Middleware
 
 from ...session.ids import session_id
 from .adopt import Reservations
-from .engine import Engine, Job, Session
+from .engine import Engine
+from .fields import RequestError
+from .job import Job, Session
 from .output import Piece
-from .protocol import REQUEST_ID_CHARS_MAX, Kind, Request, RequestError, parse
+from .protocol import REQUEST_ID_CHARS_MAX, Kind, Request, parse
 from .responses import Head, Shape, error_body, model_list
 from .text import Text
 

@@ -7,11 +7,10 @@ refused by name, never ignored; fields that nobody knows are ignored, as OpenAI 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from math import isfinite
 from typing import Any
 
-from ...session.errors import EngineError
 from ...session.marker import FIELD, NAME, Marker
+from .fields import Fields, RequestError
 
 STOPS_MAX = 16
 STOP_CHARS_MAX = 1024
@@ -48,18 +47,6 @@ _UNSUPPORTED = (
 _TEMPLATE_ARGUMENTS = frozenset(
     {"chat_template", "tools", "documents", "tokenize", "tokenizer_kwargs", "return_tensors", "return_dict"}
 )
-
-
-class RequestError(EngineError):
-    """A request that cannot be served as it is: HTTP status, the field's name, and text for the client."""
-
-    def __init__(
-        self, text: str, *, param: str | None = None, status: int = 400, retry_after_s: int | None = None
-    ) -> None:
-        super().__init__(text)
-        self.param = param
-        self.status = status
-        self.retry_after_s = retry_after_s
 
 
 class Kind(StrEnum):
@@ -129,7 +116,7 @@ def parse(kind: Kind, body: object) -> Request:
     """Check a decoded JSON body; RequestError names the field and what is right there."""
     if not isinstance(body, dict):
         raise RequestError(f"the body must be a JSON object, not {type(body).__name__}")
-    fields = _Fields(body)
+    fields = Fields(body)
     _refuse_unsupported(fields)
     options = fields.mapping("stream_options")
     stream = fields.flag("stream", False)
@@ -142,8 +129,8 @@ def parse(kind: Kind, body: object) -> Request:
         prompt=_messages(body) if chat else _prompt(body),
         params=_sampling(kind, fields),
         stream=stream,
-        include_usage=_Fields(options).flag("include_usage", False),
-        continuous_usage=_Fields(options).flag("continuous_usage_stats", False),
+        include_usage=Fields(options).flag("include_usage", False),
+        continuous_usage=Fields(options).flag("continuous_usage_stats", False),
         return_token_ids=fields.flag("return_token_ids", False),
         tokens_as_ids=fields.flag("return_tokens_as_token_ids", False),
         add_special_tokens=fields.flag("add_special_tokens", not chat),
@@ -153,7 +140,7 @@ def parse(kind: Kind, body: object) -> Request:
     )
 
 
-def _sampling(kind: Kind, fields: "_Fields") -> SamplingParams:
+def _sampling(kind: Kind, fields: "Fields") -> SamplingParams:
     if kind is Kind.CHAT:
         wanted = fields.flag("logprobs", False)
         top = fields.whole("top_logprobs", 0, 0, TOP_LOGPROBS_MAX)
@@ -191,7 +178,7 @@ def _sampling(kind: Kind, fields: "_Fields") -> SamplingParams:
     )
 
 
-def _refuse_unsupported(fields: "_Fields") -> None:
+def _refuse_unsupported(fields: "Fields") -> None:
     for name in ("n", "best_of"):
         if fields.whole(name, 1, 1, 1 << 31) != 1:
             raise RequestError(f"{name} must be 1: this engine writes one answer a request", param=name)
@@ -248,7 +235,7 @@ def _message(index: int, message: object) -> Mapping[str, Any]:
     return {**message, "content": content or ""}
 
 
-def _template(fields: "_Fields") -> Mapping[str, Any]:
+def _template(fields: "Fields") -> Mapping[str, Any]:
     going_on = fields.flag("continue_final_message", False)
     generation = fields.flag("add_generation_prompt", not going_on)
     if going_on and generation:
@@ -265,7 +252,7 @@ def _template(fields: "_Fields") -> Mapping[str, Any]:
     }
 
 
-def _marker(fields: "_Fields") -> Marker | None:
+def _marker(fields: "Fields") -> Marker | None:
     ours = fields.mapping(FIELD).get(NAME)
     if ours is None:
         return None
@@ -303,57 +290,3 @@ def _token_ids(value: object, name: str) -> tuple[int, ...]:
     ):
         raise RequestError(f"{name} must be a list of token ids", param=name)
     return tuple(value)
-
-
-class _Fields:
-    """Typed reading of a body; null counts as absent, as OpenAI clients send it."""
-
-    def __init__(self, body: Mapping[str, Any]) -> None:
-        self._body = body
-
-    def get(self, name: str) -> Any:
-        return self._body.get(name)
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self._body.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise RequestError(f"{name} must be true or false, not {value!r:.80}", param=name)
-        return value
-
-    def text(self, name: str) -> str | None:
-        value = self._body.get(name)
-        if value is not None and not isinstance(value, str):
-            raise RequestError(f"{name} must be a text, not {value!r:.80}", param=name)
-        return value
-
-    def mapping(self, name: str) -> Mapping[str, Any]:
-        value = self._body.get(name)
-        if value is None:
-            return {}
-        if not isinstance(value, dict):
-            raise RequestError(f"{name} must be an object, not {value!r:.80}", param=name)
-        return value
-
-    def number(self, name: str, default: float, least: float, most: float, *, above_least: bool = False) -> float:
-        value = self._body.get(name)
-        if value is None:
-            return default
-        known = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-        if not known or not least <= value <= most or (above_least and value == least):
-            bound = "above" if above_least else "from"
-            raise RequestError(f"{name} must be {bound} {least:g} to {most:g}, not {value!r:.80}", param=name)
-        return float(value)
-
-    def whole(self, name: str, default: int, least: int, most: int) -> int:
-        value = self.optional_whole(name, least, most)
-        return default if value is None else value
-
-    def optional_whole(self, name: str, least: int, most: int = 1 << 31) -> int | None:
-        value = self._body.get(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise RequestError(f"{name} must be a whole number from {least} to {most}, not {value!r:.80}", param=name)
-        return value

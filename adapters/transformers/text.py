@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 
 from ...session.errors import EngineError
 from .detokenizer import Decode
-from .protocol import Messages, Request, RequestError, TokenIds
+from .fields import RequestError
+from .protocol import Messages, Request, TokenIds
 
 
 class Text:

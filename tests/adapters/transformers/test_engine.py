@@ -12,11 +12,13 @@ import pytest
 
 from midstream.adapters.prompt import prompt_hash
 from midstream.adapters.transformers.adopt import Reservation, Reservations
-from midstream.adapters.transformers.engine import CHUNK_TOKENS, Engine, Job, Limits, Session, chunk_end
+from midstream.adapters.transformers.engine import CHUNK_TOKENS, Engine, chunk_end
 from midstream.adapters.transformers.extents import Extents, Run
+from midstream.adapters.transformers.fields import RequestError
+from midstream.adapters.transformers.job import Job, Limits, Session
 from midstream.adapters.transformers.outbox import CAPACITY
 from midstream.adapters.transformers.output import Finish, Output, Piece, TokenLogprobs
-from midstream.adapters.transformers.protocol import RequestError, SamplingParams
+from midstream.adapters.transformers.protocol import SamplingParams
 from midstream.adapters.transformers.recording import Recorder
 from midstream.session.arena import ArenaReader, LoadState, SlotState, create_arena
 from midstream.session.arena_writer import ArenaWriter

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from midstream.adapters.transformers.fields import RequestError
 from midstream.adapters.transformers.output import Finish, Piece, TokenLogprobs
-from midstream.adapters.transformers.protocol import Kind, Messages, RequestError, TokenIds, parse
+from midstream.adapters.transformers.protocol import Kind, Messages, TokenIds, parse
 from midstream.adapters.transformers.responses import Head, Shape, error_body
 
 HELLO = [{"role": "user", "content": "hello"}]
