@@ -22,7 +22,10 @@ class Model:
     """A causal language model with full attention, loaded from a folder."""
 
     def __init__(self, folder: Path, *, dtype: str, device: str) -> None:
-        self.device = torch.device(device)
+        try:
+            self.device = torch.device(device)
+        except RuntimeError as error:
+            raise EngineError(f"device {device}: unknown; choose --device cpu or cuda") from error
         self.dtype = DTYPES[dtype]
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise EngineError("device cuda: torch sees no GPU here; choose --device cpu")

@@ -66,18 +66,17 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the server; 2 when it cannot start."""
+    """Run the server until it is told to stop; 2 when it cannot start."""
     args = _arguments(argv)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO, stream=sys.stderr)
     try:
         listener = _bound(args.host, args.port)
         from .wiring import Server
 
-        server = Server(args, listener)
+        asyncio.run(Server(args, listener).run())
     except MidstreamError as error:
         print(f"midstream: {error}", file=sys.stderr)
         return 2
-    asyncio.run(server.run())
     return 0
 
 

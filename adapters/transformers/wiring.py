@@ -37,6 +37,8 @@ from .sampling import Sampler, seed_of_session
 from .text import Text
 
 FACTS_VERSION = 1
+# Numeric kernels may round differently on memory of another alignment, and a session can lie at any block.
+ALIGNMENT_BYTES = 64
 POOL_BYTES_MAX = 4 * 1024**3
 LAST_WORDS_S = 3.0
 
@@ -104,8 +106,12 @@ class Server:
         )
         await runner.setup()
         self._engine.start()
-        await web.SockSite(runner, self._listener, backlog=1024).start()
         host, port = self._listener.getsockname()[:2]
+        try:
+            await web.SockSite(runner, self._listener, backlog=1024).start()
+        except OSError as error:
+            # Somebody else began to listen while the model was loaded.
+            raise EngineError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
         log.info("event=ready model=%s host=%s port=%d pid=%d", self._served.name, host, port, os.getpid())
         await asked.wait()
         api.draining = True
@@ -128,6 +134,11 @@ class Server:
     def _layout(self) -> PoolLayout:
         block_bytes = self._args.block_tokens * self._model.kv_shape.token_bytes
         size_bytes = self._args.kv_cache_bytes or self._default_pool_bytes()
+        if self._args.block_tokens * self._model.kv_shape.plane_token_bytes % ALIGNMENT_BYTES:
+            raise EngineError(
+                f"--block-tokens {self._args.block_tokens}: a block's part in a plane must be a multiple of "
+                f"{ALIGNMENT_BYTES} bytes, one position has {self._model.kv_shape.plane_token_bytes}; use 16 or 32"
+            )
         count = size_bytes // block_bytes
         if count < 1:
             raise EngineError(
