@@ -23,6 +23,7 @@ class Answer:
     status: int = 0
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     finish: str = ""
     usage: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
@@ -46,8 +47,15 @@ class Answer:
 
     def same_as(self, other: "Answer") -> bool:
         """Whether no reader could tell the two apart."""
-        mine = (self.text, self.token_ids, self.finish, _counts(self.usage))
-        return mine == (other.text, other.token_ids, other.finish, _counts(other.usage))
+        mine = (self.text, self.token_ids, self.logprobs, self.finish, _counts(self.usage))
+        return mine == (other.text, other.token_ids, other.logprobs, other.finish, _counts(other.usage))
+
+
+def _logprobs(told: dict[str, Any] | None) -> list[float]:
+    """Of the tokens themselves, in the form of either API."""
+    if told is None:
+        return []
+    return [*(told.get("token_logprobs") or ()), *(entry["logprob"] for entry in told.get("content") or ())]
 
 
 def _counts(usage: dict[str, Any] | None) -> tuple[Any, ...]:
@@ -113,6 +121,7 @@ async def read_whole(
     choice = whole["choices"][0]
     answer.text = choice.get("text") or (choice.get("message") or {}).get("content") or ""
     answer.token_ids = list(choice.get("token_ids") or ())
+    answer.logprobs = _logprobs(choice.get("logprobs"))
     answer.finish = choice.get("finish_reason") or ""
     answer.usage = whole.get("usage")
     answer.done = True
@@ -193,4 +202,5 @@ class _Rules:
             answer.violations.append("half a character")
         answer.text += text
         answer.token_ids += choice.get("token_ids") or ()
+        answer.logprobs += _logprobs(choice.get("logprobs"))
         answer.finish = choice.get("finish_reason") or ""

@@ -100,6 +100,17 @@ def _process(module: str, *arguments: str, core: int | None = None) -> Iterator[
             child.stdout.close()
 
 
+@contextmanager
+def _on_cores(cores: set[int]) -> Iterator[None]:
+    """Keep this process, and the children that it starts, on some cores for a while."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 async def _watch_rss(process: psutil.Process, peak: list[float]) -> None:
     while True:
         peak[0] = max(peak[0], process.memory_info().rss / 2**20)
@@ -125,9 +136,9 @@ async def measure(plan: Plan) -> Figures:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise RuntimeError("the benchmark needs two cores: one for the proxy, one for worker and clients")
-    os.sched_setaffinity(0, set(cores[:-1]))
     run = proxy_bench_client.run
     with (
+        _on_cores(set(cores[:-1])),
         _process("midstream.loadtest.proxy_bench_engine") as (_, direct),
         _process("midstream.proxy.standalone", "--worker", direct, core=cores[-1]) as (proxy, url),
     ):

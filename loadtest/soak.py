@@ -88,14 +88,14 @@ class Kill:
     def line(self) -> str:
         """One line of the soak's output."""
         verdict = "identical" if self.identical else "DIFFERENT"
-        text = (
-            f"{self.number:4d} {self.way:<8} {self.victim:<4} {self.sampling:<9} {self.path:<11}"
-            f" prompt={self.prompt_len:<4} cut={self.wanted_cut:<4} killed_at={self.killed_at:<4}"
-            f" resumed_at={self.cut:<4} {self.outcome or 'late':<10} {self.tier or '-':<8} lag={self.lag:<3}"
-            f" gap_ms={self.gap_ms:<7g} streams={self.interrupted}/{self.streams} {verdict} lost={self.lost} duplicated={self.duplicated}"
+        columns = (
+            f"{self.number:4d} {self.way:<8} {self.victim:<4} {self.sampling:<9} {self.path:<11}",
+            f"prompt={self.prompt_len:<4} cut={self.wanted_cut:<4} killed_at={self.killed_at:<4}",
+            f"resumed_at={self.cut:<4} {self.outcome or 'late':<10} {self.tier or '-':<8} lag={self.lag:<3}",
+            f"gap_ms={self.gap_ms:<7g} streams={self.interrupted}/{self.streams}",
+            f"{verdict} lost={self.lost} duplicated={self.duplicated}",
         )
-        notes = [*([f"({self.detail})"] if self.detail else []), *self.faults]
-        return " ".join([text, *notes])
+        return " ".join([*columns, *([f"({self.detail})"] if self.detail else []), *self.faults])
 
 
 class Soak:

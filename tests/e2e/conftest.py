@@ -1,0 +1,63 @@
+"""Sidecars for the end-to-end tests: one for each test, or one that is kept through all tests of a module."""
+
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from support.sidecars import MODEL_VARIABLE, PYTHON_VARIABLE, Sidecar, engine_command
+
+
+@pytest.fixture(scope="session")
+def command() -> list[str]:
+    """How the embedded engine is started with its tiny model."""
+    python, model = os.environ.get(PYTHON_VARIABLE), os.environ.get(MODEL_VARIABLE)
+    if not python or not model:
+        pytest.skip(f"{PYTHON_VARIABLE} and {MODEL_VARIABLE} name no engine; `make test` sets them")
+    return engine_command(python, model)
+
+
+@pytest.fixture(scope="module")
+def kept(command: list[str]) -> Iterator[Callable[[], Sidecar]]:
+    """The sidecar of the module, started when first asked for."""
+    started: list[Sidecar] = []
+
+    def get() -> Sidecar:
+        if not started:
+            started.append(Sidecar(command).start())
+        return started[0]
+
+    yield get
+    for sidecar in started:
+        sidecar.stop()
+
+
+@pytest.fixture
+def start(command: list[str]) -> Iterator[Callable[..., Sidecar]]:
+    """Starts sidecars for one test alone; options are those of `Sidecar`."""
+    started: list[Sidecar] = []
+
+    def start(**options: Any) -> Sidecar:
+        started.append(Sidecar(command, **options))
+        return started[-1].start()
+
+    yield start
+    for sidecar in started:
+        sidecar.stop()
+
+
+@pytest.fixture(params=["kept", "fresh"])
+def sidecar(request: pytest.FixtureRequest, kept: Callable[[], Sidecar], start: Callable[..., Sidecar]) -> Sidecar:
+    """A sidecar with two workers. What tests before did to the kept one must not matter."""
+    return kept() if request.param == "kept" else start()
+
+
+@pytest_asyncio.fixture
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    """An HTTP client that never waits for more than a minute."""
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(60)) as session:
+        yield session
