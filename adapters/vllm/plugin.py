@@ -26,10 +26,10 @@ def register() -> None:
     _registered = True
     import vllm
 
-    from . import core_hooks, pool, replay
+    from . import core_hooks, replay
 
     version = getattr(vllm, "__version__", "unknown").split("+")[0]
     if version not in TESTED_VERSIONS:
         log.warning("midstream: vLLM %s was not tested (%s were)", version, ", ".join(TESTED_VERSIONS))
-    for install in (replay.install, core_hooks.install, pool.install):
+    for install in (replay.install, core_hooks.install):
         guarded(default=None)(install)()

@@ -32,6 +32,7 @@ class PlacedPool:
 
 
 _placed: PlacedPool | None = None
+_installed = False
 
 
 def placed() -> PlacedPool | None:
@@ -40,9 +41,11 @@ def placed() -> PlacedPool | None:
 
 
 def install() -> None:
-    """Hook the allocation of the CPU backend (0.32: one int8 buffer for all layers)."""
-    if os.environ.get("VLLM_TARGET_DEVICE") != "cpu":
+    """Hook the allocation of the CPU backend (0.32: one int8 buffer for all layers), in a worker and once."""
+    global _installed
+    if _installed:
         return
+    _installed = True
     from vllm.v1.worker import gpu_model_runner, utils
 
     def make(original: Any) -> Any:

@@ -11,6 +11,7 @@ from ...session.arena import ArenaReader, Slot, SlotState
 from ...session.ids import SessionId
 from ...session.records import LoadState
 from . import pool
+from .guard import guarded
 from .loads import Load
 from .settings import PluginSettings
 
@@ -21,6 +22,8 @@ class WorkerSide:
     """Everything that midstream does in a worker."""
 
     def __init__(self, settings: PluginSettings, vllm_config: Any, kv_cache_config: Any) -> None:
+        # vLLM makes the worker's connector before it allocates the pool.
+        guarded(default=None)(pool.install)()
         self._settings = settings
         self._block_tokens = vllm_config.cache_config.block_size
         self._block_count = kv_cache_config.num_blocks if kv_cache_config is not None else 0
