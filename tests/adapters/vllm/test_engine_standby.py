@@ -6,6 +6,7 @@ A start of vLLM is what costs time here, so many different sessions die in each 
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -57,9 +58,9 @@ def require_same(cases: list[Case], wanted: list[Answer], got: list[Answer]) -> 
     """Each answer is whole, exact by the sidecar's own account, and what it would have been."""
     for case, plain, answer in zip(cases, wanted, got, strict=True):
         assert answer.whole, (case, answer.violations, answer.error)
-        assert answer.token_ids == plain.token_ids, case
-        assert answer.text == plain.text, case
-        assert answer.same_as(plain), case
+        # Logprobs depend a little on who else is in the batch; nothing else may.
+        assert answer.logprobs == pytest.approx(plain.logprobs, abs=1e-3), case
+        assert replace(answer, logprobs=plain.logprobs).same_as(plain), (case, answer, plain)
         if case.stream:
             assert "outcome=exact takeovers=1" in answer.report, case
 
@@ -145,17 +146,12 @@ def is_first(text: str, at: int) -> bool:
 async def test_secrets_stay_where_they_belong_after_the_front_end_is_killed(
     rig: Rig, http: aiohttp.ClientSession
 ) -> None:
-    cases = [
-        Case(chat(f"The secret word is {secret}. Write a story about {secret}.", max_tokens=50)) for secret in SECRETS
-    ]
-    [first, *_] = await undisturbed(rig, http, cases[:1])
-    assert first.usage is not None
-    # With so many outputs the KV fills its first block to the last position.
-    cut = BLOCK_TOKENS - first.usage["prompt_tokens"] + 1
-    edge = chat(STORY + " Max lives in a small town by the sea." * 4, max_tokens=60)
+    cases = [Case(completion(f"The password is {s}. " * 6, max_tokens=48), COMPLETIONS) for s in SECRETS]
+    edge = chat(STORY + " Max lives in a small town by the sea." * 7, max_tokens=60)
     cases.append(Case(edge))
     wanted = await undisturbed(rig, http, cases)
     assert wanted[-1].usage is not None
+    # With so many outputs the KV fills the first block to its last position.
     cut = BLOCK_TOKENS - wanted[-1].usage["prompt_tokens"] + 1
     assert 2 < cut < 50
     cases[-1] = Case(edge, cut=cut)
