@@ -202,10 +202,6 @@ class SchedulerSide:
                     # What was loaded is gone with them.
                     preempted.slot.report(LoadState.FAILED, 0, 0)
                 preempted.slot.set_blocks(())
-        for request_id in getattr(scheduled, "preempted_req_ids", None) or ():
-            # Its blocks may be another's from this step on: a table that still named them would be a lie.
-            if (preempted := self._tracked.get(request_id)) is not None:
-                preempted.slot.set_blocks(())
         for new in scheduled.scheduled_new_reqs:
             tracked = self._tracked.get(new.req_id)
             if tracked is not None:
