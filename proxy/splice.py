@@ -85,6 +85,8 @@ class Splicer:
         self._role_sent = self._prompt_ids_sent = False
         self._finish_sent = self._usage_sent = self._done_sent = False
         self._refused = False
+        # Whether the newest tokens came with text: if not, their engine may still owe it (parsers that wait).
+        self._last_had_text = False
         self._opaque = False
         self._attempts = 0
         # Of the current attempt: what it must say, and how far it has come.
@@ -163,6 +165,7 @@ class Splicer:
             not self._finish_sent
             and self._identity is not None
             and not self._wishes.holds_back
+            and self._last_had_text
             and len(self._sent_ids) > 0
             and self.delivered == tuple(journal)
             and self._usage_known()
@@ -223,6 +226,7 @@ class Splicer:
         self._sent_ids.extend(ids)
         self._seen_ids += len(ids)
         account.write(text)
+        self._last_had_text = True
         hiding = self._wishes.hiding
         raw = event.raw if hiding is None else hide_ids(event.raw, hiding)
         return Step(raw, End.GOES_ON, True, len(ids))
@@ -305,6 +309,8 @@ class Splicer:
         self._seen_ids += len(ids)
         for key, text in added:
             self._text_of(key).write(text)
+        if ids:
+            self._last_had_text = bool(added)
         if choice.finish_reason is not None:
             self._finish_sent = True
         if ids or added or self._finish_sent:
@@ -387,6 +393,8 @@ class Splicer:
 
     def _account_new(self, choice: Choice, ids: Sequence[int], known_chars: dict[str, int]) -> None:
         self._sent_ids.extend(ids)
+        if ids:
+            self._last_had_text = bool(openai.texts(choice))
         for key, text in _joined(choice).items():
             self._text_of(key).write(text[known_chars.get(key, 0) :])
         if choice.finish_reason is not None:

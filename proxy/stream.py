@@ -36,6 +36,7 @@ class StreamHandler:
         self._splicer = Splicer(generation.wishes)
         self._response: web.StreamResponse | None = None
         self._preparing = asyncio.Lock()
+        self._closed = False
         self._whole_answer: web.StreamResponse | None = None
         settings = generation.settings
         self._waiting = Waiting(self._write_comment, first_s=settings.keepalive_first_s, every_s=settings.keepalive_s)
@@ -102,6 +103,7 @@ class StreamHandler:
                 await self._prepare(headers.towards_client(answer.headers, self._generation.request.headers))
             step = await self._read(answer, placement)
             if step.end is End.FINISHED:
+                await self._close()
                 await self._drain(answer)
             return step
         finally:
@@ -186,7 +188,7 @@ class StreamHandler:
         return headers.echo_request_id(own, self._generation.request.headers)
 
     async def _drain(self, answer: aiohttp.ClientResponse) -> None:
-        # The client does not wait for this: its last event has been written.
+        # The client does not wait for this: its stream is closed.
         with suppress(TimeoutError, EngineError):
             async with asyncio.timeout(_DRAIN_S):
                 while await read_some(answer):
@@ -196,9 +198,11 @@ class StreamHandler:
         if self._whole_answer is not None:
             return self._whole_answer
         response = await self._prepare(self._own_headers())
-        if self._generation.wants_report:
-            await response.write(encode_comment(self._failover.report()))
-        await response.write_eof()
+        if not self._closed:
+            self._closed = True
+            if self._generation.wants_report:
+                await response.write(encode_comment(self._failover.report()))
+            await response.write_eof()
         return response
 
     async def _fail(self, problem: Problem) -> web.StreamResponse:

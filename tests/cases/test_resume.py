@@ -1,6 +1,7 @@
-"""Cases from the field: where a stream is taken up again (r2 to r9, r12), on scripted engines."""
+"""Cases from the field: where a stream is taken up again (r1 to r9, r12), on scripted engines."""
 
 import asyncio
+import json
 import time
 from typing import Any
 
@@ -30,6 +31,17 @@ def assert_one_stream(got: Got, answer: Answer, stops: tuple[str, ...] = ()) -> 
     assert got.events.count(b"[DONE]") == 1
     assert got.events[-1] == b"[DONE]"
     assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in got.chunks}) == 1
+
+
+@pytest.mark.parametrize("kept", [None, 2])
+async def test_r1_an_object_goes_on_within_itself(kept: int | None) -> None:
+    answer = Answer((b'{"a"', b": 1", b",", b' "b"', b": [2", b"]}"), finish="stop")
+    coordinator = pair(answer, Script(at=3))
+    coordinator.cut = kept
+    async with proxied(coordinator) as client:
+        got = await client.chat(response_format={"type": "json_object"})
+    assert_one_stream(got, answer)
+    assert json.loads(got.text) == {"a": 1, "b": [2]}
 
 
 async def test_r2_an_abort_in_good_order_is_held_back_and_the_session_goes_on() -> None:

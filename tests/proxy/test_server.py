@@ -357,3 +357,18 @@ async def test_a_coordinator_that_breaks_fails_one_session_and_no_other(caplog: 
             await client.complete()
         assert (await client.complete()).text == ANSWER.text()
     assert coordinator.of("ended") == [("ended", "failed"), ("ended", "finished")]
+
+
+async def test_a_client_does_not_wait_for_an_engine_that_keeps_its_connection_open_after_done() -> None:
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        choice = b'{"index":0,"text":"x","finish_reason":"stop"}'
+        writer.write(SSE_HEAD + chunked(b'data: {"id":"a","choices":[' + choice + b"]}\n\ndata: [DONE]\n\n"))
+        await writer.drain()
+        await reader.read()
+
+    async with proxied(ScriptedCoordinator(RawEngine(peer))) as client:
+        started_s = time.monotonic()
+        got = await client.complete()
+        assert time.monotonic() - started_s < 0.2
+    assert got.events[-1] == b"[DONE]"

@@ -330,3 +330,13 @@ def test_the_short_cut_for_the_usual_event_agrees_with_the_rules(
         assert splicer.begin(singly.delivered) is None
     whole = attempt(Voice(Answer(tuple(pieces)), chat, True), cut, [], None)
     assert feed(singly, *whole) == feed(together, *whole)
+
+
+def test_an_ending_is_not_written_here_when_the_newest_token_came_without_its_text() -> None:
+    answer = Answer((b"a", "é".encode()[:1], "é".encode()[1:]))
+    with_text, without_text = Splicer(Wishes(chat=False)), Splicer(Wishes(chat=False))
+    for splicer, count in ((with_text, 1), (without_text, 2)):
+        splicer.begin()
+        feed(splicer, *attempt(Voice(answer, False, True), 0, [], count))
+    assert with_text.may_finish(answer.ids[:1])
+    assert not without_text.may_finish(answer.ids[:2])
