@@ -82,6 +82,7 @@ class Engine:
         self._active: list[Session] = []
         self._quarantine: list[tuple[float, Run, Record]] = []
         self._final = False
+        self._dead = False
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
 
     # The asyncio side.
@@ -93,7 +94,7 @@ class Engine:
     @property
     def healthy(self) -> bool:
         """Whether the decode thread runs and its forwards succeed."""
-        return self._thread.is_alive() and self._failures < FAILURES_MAX
+        return self._thread.is_alive() and not self._dead and self._failures < FAILURES_MAX
 
     @property
     def open_count(self) -> int:
@@ -127,7 +128,7 @@ class Engine:
             list(job.prompt_ids),
         )
         with self._wake:
-            if not self._thread.is_alive():
+            if self._dead:
                 raise RequestError("the decode loop has failed; send this to another engine", status=503)
             if self._waiting_count >= self._limits.waiting_max:
                 raise RequestError(
@@ -197,7 +198,7 @@ class Engine:
         except Exception:
             # Nobody is left to decode: every client is told, and health says so.
             log.exception("event=decode_loop_failed")
-            self._final = True
+            self._dead = self._final = True
             for session in [*self._active, *self._resumed, *self._fresh, *self._submitted]:
                 self._fail(session, "the engine's decode loop failed; the request can be sent to another")
 
