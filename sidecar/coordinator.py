@@ -36,6 +36,9 @@ SUSPECT_S = 3.0
 # How often a waiting takeover looks again even if nothing was announced.
 LOOK_AGAIN_S = 0.5
 CONCLUDE_EVERY_S = 0.01
+# The kernel tells of a death within this time of the connection that broke.
+DEATH_NEWS_S = 0.25
+NO_HASH = "0" * 32
 LEAST_EXACT_FIRST = (Outcome.REFUSED, Outcome.RESTARTED, Outcome.RECOMPUTED, Outcome.EXACT)
 
 
@@ -112,7 +115,8 @@ class Record:
     known: tuple[int, ...] = ()
     suspects: dict[tuple[str, int], float] = field(default_factory=dict)
     restore: "asyncio.Task[RestoreResult] | None" = None
-    verify_failed: bool = False
+    kv_lost: bool = False
+    prompt_hash: str = NO_HASH
     gap_s: float | None = None
     concluding: "asyncio.Task[None] | None" = None
 
@@ -183,9 +187,12 @@ class SidecarCoordinator:
         """Where the session goes on; waits for a worker to come up."""
         record = self._records[facts.session]
         self._conclude(record, over=True)
+        if self._settle_source(record) and record.tracker.state is SessionState.RESTORING:
+            # Nothing of it was sent yet, but it counts: what follows goes on from this owner's own tokens.
+            self._came_to(record, record.owner.slot(), None)
         record.tracker = record.tracker.interrupted(reason.value)
         self._stop_restore(record)
-        await self._settle_source(record)
+        await self._settle_adopted(record)
         _LOG.info(
             "event=interrupted session=%s worker=%s generation=%d reason=%s delivered=%d journal=%d",
             facts.session, record.owner.epoch.worker, record.owner.generation, reason.value,
@@ -238,12 +245,17 @@ class SidecarCoordinator:
         if not (over or _has_settled(record, slot)):
             return False
         gap_s, record.gap_s = record.gap_s, None
-        outcome, failed = _outcome(record, slot, gap_s)
-        record.tracker = record.tracker.resumed(failed)
+        self._came_to(record, slot, gap_s)
         # A first token that was only journaled can be sent before the engine has any KV: the old place is kept then.
         if record.source is not record.owner and _has_kv(record, slot):
             self._move_source(record, record.owner)
         self._stop_restore(record)
+        return True
+
+    def _came_to(self, record: Record, slot: Slot | None, gap_s: float | None) -> None:
+        """The last failover is over; `gap_s` is None if the client has noticed nothing of it yet."""
+        outcome, failed = _outcome(record, slot, gap_s or 0.0)
+        record.tracker = record.tracker.resumed(failed)
         failed = record.tracker.failovers[-1]
         self._metrics.failover(
             reason=failed.reason, outcome=outcome.value, tier=failed.tier, gap_s=gap_s, lag_tokens=failed.lag
@@ -255,7 +267,6 @@ class SidecarCoordinator:
             failed.cut, failed.lag, failed.gap_ms, failed.kv_tokens_loaded, failed.tokens_recomputed,
             failed.detail or "-",
         )  # fmt: skip
-        return True
 
     def mismatched(self, facts: SessionFacts, placement: Placement, text: str) -> None:
         """A worker's replay is not what was journaled."""
@@ -331,7 +342,7 @@ class SidecarCoordinator:
             ]  # fmt: skip
             chosen = plan(account, candidates, without_kv=without_kv, tiers=self._settings.tiers)
             if chosen is not None and chosen.tier is Tier.IN_PLACE and not await self._verified(record):
-                record.verify_failed = True
+                record.kv_lost = True
                 continue
             if chosen is not None:
                 if self._still_there(chosen):
@@ -359,9 +370,13 @@ class SidecarCoordinator:
             and record.source.kv_len(slot) > 0
             and bool(record.source.epoch.pools)
             and not record.source.epoch.overwritten
-            and not record.verify_failed
+            and not record.kv_lost
         )
         stored = await self._stored(record)
+        if slot is not None:
+            record.prompt_hash = slot.prompt_hash
+        elif stored is not None:
+            record.prompt_hash = stored.prompt_hash
         return Account(
             journal=record.known,
             delivered=tuple(delivered),
@@ -418,11 +433,9 @@ class SidecarCoordinator:
             self._workers.unassign(record.facts.session, record.owner.epoch)
         record.tracker = record.tracker.placed(worker.name, epoch.number)
         generation = record.tracker.generation
-        slot = record.source.slot()
         resume = None
         if chosen.outputs:
-            prompt_hash = slot.prompt_hash if slot is not None else "0" * 32
-            resume = Resume(chosen.outputs, chosen.kv, prompt_hash, chosen.finish)
+            resume = Resume(chosen.outputs, chosen.kv, record.prompt_hash, chosen.finish)
         # What was journaled beyond this is given up: the new owner may go on otherwise.
         record.known = chosen.expected
         record.plan = chosen
@@ -469,8 +482,8 @@ class SidecarCoordinator:
             )  # fmt: skip
         return result
 
-    async def _settle_source(self, record: Record) -> None:
-        """After an interruption: which place has the KV, and what was journaled."""
+    def _settle_source(self, record: Record) -> bool:
+        """After an interruption: which place has the KV, and what was journaled; True if it is the owner's now."""
         owner = record.owner
         slot = owner.slot()
         journal = owner.journal(slot) if slot is not None else ()
@@ -478,14 +491,33 @@ class SidecarCoordinator:
         if merged is not None:
             record.known = merged
         if owner is record.source:
-            return
+            return False
         if slot is not None and len(journal) > slot.resumed and merged == journal:
             # It has computed a step of its own, so all KV before that is there.
             self._move_source(record, owner)
+            return True
+        return False
+
+    async def _settle_adopted(self, record: Record) -> None:
+        """An engine that runs in the source's memory keeps a session's blocks until it is done with the session.
+
+        So where the session was its, they are the session's still only if that engine died before it gave them away.
+        """
+        owner, source = record.owner, record.source
+        if owner.epoch.adopt is not source.epoch or not owner.epoch.facts.get("adopted"):
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DEATH_NEWS_S):
+                while not owner.epoch.dead:
+                    await self._changed.wait()
+        slot = owner.slot()
+        kept = slot is None or (slot.state is SlotState.LIVE and slot.load is not LoadState.FAILED)
+        if not (owner.epoch.dead and kept):
+            record.kv_lost = True
 
     def _move_source(self, record: Record, place: Place) -> None:
         old, record.source = record.source, place
-        record.verify_failed = False
+        record.kv_lost = False
         if old.epoch is not place.epoch:
             self._workers.unassign(record.facts.session, old.epoch)
 
@@ -532,9 +564,11 @@ def _has_settled(record: Record, slot: Slot | None) -> bool:
 
 
 def _has_kv(record: Record, slot: Slot | None) -> bool:
-    """Whether the new owner has the KV of all that it goes on from; true where there is nothing to go on from."""
-    if slot is None or record.plan is None or not record.plan.outputs:
+    """Whether the new owner has the KV of all that it goes on from; true where it has no use for any."""
+    if record.plan is None or not record.plan.outputs or record.owner.epoch.arena is None:
         return True
+    if slot is None:
+        return False
     return slot.load is LoadState.DONE or len(record.owner.journal(slot)) > slot.resumed
 
 
