@@ -1,19 +1,18 @@
-"""What the client has, what a worker says again, and what is still to be sent. Pure.
+"""What of a worker's stream is sent on to the client. Pure.
 
-Owns the account of one stream: the token ids and the text of each field that the client was sent. Invariant: the bytes
-handed out over all attempts are one undisturbed stream; nothing is left out, nothing repeated, and nothing of an
+Owns what was sent besides tokens (identity, role, finish, usage, `[DONE]`); `account` has the tokens. Invariant: the
+bytes handed out over all attempts are one undisturbed stream; nothing is left out, nothing repeated, and nothing of an
 attempt whose ids differ from the journal, or whose text differs from what was sent, is handed out from the difference
 on. Ids decide where a stream goes on; text only has to agree. It does not read sockets, and does not choose workers.
 """
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from io import StringIO
 
 import msgspec
 
+from .account import Account, Mismatch, joined_texts
 from .coordinator import Reason
 from .dialects import openai, openai_edit
 from .dialects.hiding import Hiding, hide_ids
@@ -61,38 +60,28 @@ class Wishes:
 
 
 class _Stop(Exception):
-    """Ends the reading of a batch of events; carries the verdict."""
+    """The attempt is over before its end; what was handed out before stays."""
 
-    def __init__(self, end: End, reason: Reason, text: str) -> None:
+    def __init__(self, reason: Reason, text: str) -> None:
         super().__init__(text)
-        self.end, self.reason, self.text = end, reason, text
-
-
-def _mismatch(text: str) -> _Stop:
-    return _Stop(End.MISMATCH, Reason.MISMATCH, text)
+        self.reason, self.text = reason, text
 
 
 class Splicer:
-    """The account of one stream with one choice. Call `begin` for each attempt, then `feed`, then `end_of_stream`."""
+    """Splices one stream with one choice. Call `begin` for each attempt, then `feed`, then `end_of_stream`."""
 
     def __init__(self, wishes: Wishes) -> None:
         self._wishes = wishes
         self._hides = wishes.hiding is not None
-        self._sent_ids = array("L")
-        self._sent_text: dict[str, StringIO] = {}
+        self._account = Account()
         self._identity: openai_edit.Identity | None = None
         self._prompt_tokens: int | None = None
         self._role_sent = self._prompt_ids_sent = False
         self._finish_sent = self._usage_sent = self._done_sent = False
         self._refused = False
-        # Whether the newest tokens came with text: if not, their engine may still owe it (parsers that wait).
-        self._last_had_text = False
         self._opaque = False
         self._attempts = 0
-        # Of the current attempt: what it must say, and how far it has come.
-        self._known: Sequence[int] = ()
-        self._seen_ids = 0
-        self._seen_chars: dict[str, int] = {}
+        # Whether the current attempt may still say what the client has.
         self._replaying = False
         self._out: list[bytes] = []
         self._fresh = False
@@ -101,33 +90,21 @@ class Splicer:
     @property
     def delivered(self) -> tuple[int, ...]:
         """The output ids that the client has."""
-        return tuple(self._sent_ids)
-
-    @property
-    def nothing_delivered(self) -> bool:
-        """Whether the client has no token yet (it may have the role)."""
-        return not self._sent_ids and not self._sent_text
+        return self._account.ids
 
     @property
     def opaque(self) -> bool:
         """Whether something was forwarded that cannot be accounted for: the stream cannot change workers any more."""
         return self._opaque
 
-    @property
-    def prompt_tokens(self) -> int | None:
-        """How long the prompt is, once the engine has told."""
-        return self._prompt_tokens
-
     def begin(self, expected: Sequence[int] = ()) -> str | None:
         """A new attempt, whose ids must begin with `expected`. Returns what is wrong with that, if anything."""
         self._attempts += 1
-        sent = self.delivered
-        if any(a != b for a, b in zip(sent, expected, strict=False)):
-            return f"the journal differs from the {len(sent)} tokens that the client has"
-        self._known = tuple(expected) if len(expected) >= len(sent) else sent
-        self._seen_ids = 0
-        self._seen_chars = {}
         self._replaying = self._attempts > 1
+        try:
+            self._account.begin(expected)
+        except Mismatch as mismatch:
+            return str(mismatch)
         return None
 
     def feed(self, events: Sequence[Event]) -> Step:
@@ -141,7 +118,9 @@ class Splicer:
                     break
                 self._take(event)
         except _Stop as stop:
-            return self._step(stop.end, stop.reason, stop.text)
+            return self._step(End.INTERRUPTED, stop.reason, stop.text)
+        except Mismatch as mismatch:
+            return self._step(End.MISMATCH, Reason.MISMATCH, str(mismatch))
         return self._step(End.FINISHED if self._done_sent else End.GOES_ON, Reason.EOF, "")
 
     def end_of_stream(self) -> Step:
@@ -154,7 +133,7 @@ class Splicer:
 
     def may_close(self) -> bool:
         """Whether only formalities are missing (usage, `[DONE]`) that the proxy can write itself."""
-        return self._finish_sent and self._usage_known()
+        return self._refused or (self._finish_sent and self._usage_known())
 
     def may_finish(self, journal: Sequence[int]) -> bool:
         """Whether the client has every token of a finished `journal`, and all text of them.
@@ -165,8 +144,7 @@ class Splicer:
             not self._finish_sent
             and self._identity is not None
             and not self._wishes.holds_back
-            and self._last_had_text
-            and len(self._sent_ids) > 0
+            and not self._account.owes_text
             and self.delivered == tuple(journal)
             and self._usage_known()
         )
@@ -179,10 +157,10 @@ class Splicer:
             wants_ids = self._wishes.hiding is None
             out.append(openai_edit.finish_event(identity, finish, chat=self._wishes.chat, wants_ids=wants_ids))
             self._finish_sent = True
-        if self._wishes.usage and not self._usage_sent and self._prompt_tokens is not None:
+        if self._finish_sent and self._wishes.usage and not self._usage_sent and self._prompt_tokens is not None:
             out.append(
                 openai_edit.usage_event(
-                    identity, prompt_tokens=self._prompt_tokens, completion_tokens=len(self._sent_ids)
+                    identity, prompt_tokens=self._prompt_tokens, completion_tokens=self._account.token_count
                 )
             )
             self._usage_sent = True
@@ -213,20 +191,15 @@ class Splicer:
             if delta.role is not None or delta.reasoning or delta.reasoning_content or delta.tool_calls:
                 return None
             text, key = delta.content, "content"
-        account = self._sent_text.get(key)
         if (
             not text
             or ids is None
             or choice.finish_reason is not None
             or choice.prompt_token_ids is not None
-            or account is None
             or self._identity is None
         ):
             return None
-        self._sent_ids.extend(ids)
-        self._seen_ids += len(ids)
-        account.write(text)
-        self._last_had_text = True
+        self._account.enter(ids, ((key, text),))
         hiding = self._wishes.hiding
         raw = event.raw if hiding is None else hide_ids(event.raw, hiding)
         return Step(raw, End.GOES_ON, True, len(ids))
@@ -254,13 +227,13 @@ class Splicer:
 
     def _take_done(self, event: Event) -> None:
         if not self._finish_sent and not self._refused and not self._opaque:
-            raise _Stop(End.INTERRUPTED, Reason.EOF, "the worker said [DONE] without a finish reason")
+            raise _Stop(Reason.EOF, "the worker said [DONE] without a finish reason")
         self._out.append(event.raw)
         self._done_sent = True
 
     def _take_opaque(self, event: Event) -> None:
         if self._replaying:
-            raise _Stop(End.INTERRUPTED, Reason.ENGINE_ERROR, "a replay holds an event that is not understood")
+            raise _Stop(Reason.ENGINE_ERROR, "a replay holds an event that is not understood")
         self._opaque = True
         self._fresh = True
         raw = event.raw
@@ -268,13 +241,13 @@ class Splicer:
 
     def _take_error(self, event: Event, error: dict[str, object] | str) -> None:
         status = openai.error_status(error)
-        if self.nothing_delivered and self._attempts == 1 and status is not None and 400 <= status < 500:
+        if self._account.is_empty and self._attempts == 1 and status is not None and 400 <= status < 500:
             # The request's own fault: another worker would say the same.
             self._out.append(event.raw)
             self._refused = True
             return
         text = f"the engine reported an error: {openai.error_text(error)}"
-        raise _Stop(End.INTERRUPTED, Reason.ENGINE_ERROR, text)
+        raise _Stop(Reason.ENGINE_ERROR, text)
 
     def _learn(self, chunk: Chunk) -> None:
         ids = chunk.prompt_token_ids
@@ -298,19 +271,14 @@ class Splicer:
     def _take_choice(self, event: Event, data: bytes, chunk: Chunk, choice: Choice) -> None:
         if choice.finish_reason in openai.INTERRUPTED_FINISHES:
             text = f"the engine ended the request with {choice.finish_reason!r}"
-            raise _Stop(End.INTERRUPTED, Reason.ABORT, text)
+            raise _Stop(Reason.ABORT, text)
         ids = choice.token_ids or ()
         self._tokens += len(ids)
         if self._replaying:
             self._take_replayed(event, data, chunk, choice, ids)
             return
         added = openai.texts(choice)
-        self._sent_ids.extend(ids)
-        self._seen_ids += len(ids)
-        for key, text in added:
-            self._text_of(key).write(text)
-        if ids:
-            self._last_had_text = bool(added)
+        self._account.enter(ids, added)
         if choice.finish_reason is not None:
             self._finish_sent = True
         if ids or added or self._finish_sent:
@@ -322,23 +290,23 @@ class Splicer:
 
     def _take_replayed(self, event: Event, data: bytes, chunk: Chunk, choice: Choice, ids: Sequence[int]) -> None:
         """A chunk of a later attempt, of which the client may have all, a part or nothing."""
-        self._check_ids(ids)
-        known_ids = min(len(ids), max(0, len(self._sent_ids) - self._seen_ids))
-        known_chars = self._check_text(choice)
-        new_text = any(len(t) > known_chars.get(key, 0) for key, t in _joined(choice).items())
-        role = choice.delta is not None and choice.delta.role is not None
-        heads = self._heads_sent(choice)
-        self._seen_ids += len(ids)
+        account = self._account
+        known_ids, known_chars = account.check_ids(ids), account.check_text(choice)
         if choice.finish_reason is not None:
-            self._check_complete(choice.finish_reason)
-        fresh = known_ids < len(ids) or new_text or choice.finish_reason is not None
+            account.check_complete(ended_by_text=self._wishes.stop_strings and choice.finish_reason == "stop")
+        new_text = any(len(text) > known_chars.get(key, 0) for key, text in joined_texts(choice).items())
+        role = choice.delta is not None and choice.delta.role is not None
+        heads = account.tool_heads(choice)
+        finishes = choice.finish_reason is not None and not self._finish_sent
+        fresh = known_ids < len(ids) or new_text or finishes
         new_role = role and not self._role_sent
         if fresh or new_role:
             self._fresh = self._fresh or fresh
             whole = not known_ids and not any(known_chars.values()) and not heads
             prompt_ids_again = self._prompt_ids_sent and _prompt_ids(chunk, choice) is not None
             role_again = role and self._role_sent
-            self._account_new(choice, ids[known_ids:], known_chars)
+            account.enter_rest(choice, ids[known_ids:], known_chars)
+            self._finish_sent = self._finish_sent or finishes
             if whole and not prompt_ids_again and not role_again:
                 self._note_head(chunk, choice)
                 if self._wishes.hiding is None or not openai.only_because_of_ids(data, choice):
@@ -347,64 +315,7 @@ class Splicer:
                 trim = openai_edit.Trim(known_ids, known_chars, role_again, prompt_ids_again, heads)
                 self._note_head(chunk, choice)
                 self._send(encode_event(openai_edit.trimmed(data, trim)), chunk)
-        self._replaying = not self._caught_up()
-
-    def _check_ids(self, ids: Sequence[int]) -> None:
-        known = self._known[self._seen_ids : self._seen_ids + len(ids)]
-        for offset, (said, journaled) in enumerate(zip(ids, known, strict=False)):
-            if said != journaled:
-                raise _mismatch(f"token {self._seen_ids + offset + 1} is {said} where the journal has {journaled}")
-
-    def _check_text(self, choice: Choice) -> dict[str, int]:
-        """How many characters of each of the chunk's fields the client has; mismatch if they differ from those."""
-        known: dict[str, int] = {}
-        for key, text in _joined(choice).items():
-            seen = self._seen_chars.get(key, 0)
-            sent = self._sent_text.get(key)
-            if sent is not None:
-                sent.seek(seen)
-                had = sent.read(len(text))
-                sent.seek(0, 2)
-                if not text.startswith(had):
-                    raise _mismatch(f"the text of {key} differs from what the client has after character {seen}")
-                known[key] = len(had)
-            self._seen_chars[key] = seen + len(text)
-        return known
-
-    def _check_complete(self, finish: str) -> None:
-        """An attempt may finish only past everything that the client has and the journal holds."""
-        # A stop string ends an answer in the front end, when the core may already have journaled a few tokens more.
-        needed = len(self._sent_ids) if self._wishes.stop_strings and finish == "stop" else len(self._known)
-        if self._seen_ids < needed:
-            raise _mismatch(f"the worker finished after {self._seen_ids} tokens, {needed} are known")
-        for key, sent in self._sent_text.items():
-            if self._seen_chars.get(key, 0) < sent.tell():
-                raise _mismatch(f"the worker finished before the end of the text of {key} that the client has")
-
-    def _caught_up(self) -> bool:
-        return self._seen_ids >= max(len(self._known), len(self._sent_ids)) and all(
-            self._seen_chars.get(key, 0) >= sent.tell() for key, sent in self._sent_text.items()
-        )
-
-    def _heads_sent(self, choice: Choice) -> frozenset[int]:
-        """Indices of the chunk's tool calls whose id and name the client has."""
-        calls = choice.delta.tool_calls if choice.delta is not None else None
-        return frozenset(call.index for call in calls or () if openai.tool_key(call.index, "name") in self._sent_text)
-
-    def _account_new(self, choice: Choice, ids: Sequence[int], known_chars: dict[str, int]) -> None:
-        self._sent_ids.extend(ids)
-        if ids:
-            self._last_had_text = bool(openai.texts(choice))
-        for key, text in _joined(choice).items():
-            self._text_of(key).write(text[known_chars.get(key, 0) :])
-        if choice.finish_reason is not None:
-            self._finish_sent = True
-
-    def _text_of(self, key: str) -> StringIO:
-        text = self._sent_text.get(key)
-        if text is None:
-            text = self._sent_text[key] = StringIO(newline="")
-        return text
+        self._replaying = not account.caught_up()
 
     def _note_head(self, chunk: Chunk, choice: Choice) -> None:
         if choice.delta is not None and choice.delta.role is not None:
@@ -430,11 +341,3 @@ class Splicer:
 
 def _prompt_ids(chunk: Chunk, choice: Choice) -> list[int] | None:
     return chunk.prompt_token_ids if chunk.prompt_token_ids is not None else choice.prompt_token_ids
-
-
-def _joined(choice: Choice) -> dict[str, str]:
-    """The text of each field of a chunk; several deltas of one tool call count as one."""
-    joined: dict[str, str] = {}
-    for key, text in openai.texts(choice):
-        joined[key] = joined.get(key, "") + text
-    return joined

@@ -5,7 +5,7 @@ every field, role, finish, usage); what does not decode is None, and the splicer
 it.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -13,6 +13,10 @@ DONE = b"[DONE]"
 
 # Finish reasons with which engines end what they did not finish: an interruption, never an end.
 INTERRUPTED_FINISHES = frozenset({"abort", "cancelled", "error"})
+
+
+# What is no id of any vocabulary makes a chunk that is not understood.
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class Function(msgspec.Struct, gc=False):
@@ -47,7 +51,7 @@ class Choice(msgspec.Struct):
     text: str | None = None
     delta: Delta | None = None
     finish_reason: str | None = None
-    token_ids: list[int] | None = None
+    token_ids: list[TokenId] | None = None
     prompt_token_ids: list[int] | None = None
 
 

@@ -340,3 +340,35 @@ def test_an_ending_is_not_written_here_when_the_newest_token_came_without_its_te
         feed(splicer, *attempt(Voice(answer, False, True), 0, [], count))
     assert with_text.may_finish(answer.ids[:1])
     assert not without_text.may_finish(answer.ids[:2])
+
+
+def test_a_refusal_of_the_engine_stays_one_when_its_worker_dies_before_done() -> None:
+    fault = b'data: {"error":{"message":"bad grammar","type":"BadRequestError","param":null,"code":400}}\n\n'
+    splicer = Splicer(Wishes(chat=False, usage=True))
+    splicer.begin()
+    assert feed(splicer, fault).end is End.GOES_ON
+    assert splicer.end_of_stream() == Step(DONE, End.FINISHED, fresh=True)
+
+
+def test_a_finish_that_the_client_has_is_not_said_again() -> None:
+    def chunk(finish: str | None, ids: list[int], text: str) -> bytes:
+        choice = {"index": 0, "text": text, "finish_reason": finish, "token_ids": ids}
+        return b"data: " + json.dumps({"id": "c", "choices": [choice]}).encode() + b"\n\n"
+
+    # Nothing has told the length of the prompt, so the usage has to come from another engine.
+    splicer = Splicer(Wishes(chat=False, usage=True))
+    splicer.begin()
+    feed(splicer, chunk(None, [1], "a"), chunk("length", [2], "b"))
+    assert not splicer.may_close()
+    splicer.begin((1, 2))
+    usage = b'data: {"id":"c","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2}}\n\n'
+    step = feed(splicer, chunk("length", [1, 2], "ab"), usage, DONE)
+    assert (step.out, step.end) == (usage + DONE, End.FINISHED)
+
+
+@pytest.mark.parametrize("wrong", [-1, 1 << 32, 1 << 70])
+def test_what_is_no_token_id_is_not_understood_and_breaks_nothing(wrong: int) -> None:
+    splicer = Splicer(Wishes(chat=False))
+    splicer.begin()
+    feed(splicer, b'data: {"id":"c","choices":[{"index":0,"text":"x","token_ids":[%d]}]}\n\n' % wrong)
+    assert splicer.opaque
