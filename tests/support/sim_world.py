@@ -105,7 +105,7 @@ class World:
     def _client(self, index: int) -> Client:
         rng = self.rng
         prompt = (1000 + index, *(rng.randrange(5000, 6000) for _ in range(rng.randint(1, 9))))
-        length = rng.choice([1, 2, 3, rng.randint(4, 40), rng.randint(20, 60)])
+        length = rng.choice([rng.randint(1, 3), rng.randint(4, 40), rng.randint(30, 90)])
         ask = Ask(SessionId(f"{index:032x}"), prompt, length, rng.choice(["stop", "length"]))
         leaves_at = rng.randint(1, length) if rng.random() < 0.1 else None
         return Client(ask, unary=rng.random() < 0.2, logprobs=rng.random() < 0.2, leaves_at=leaves_at)
@@ -177,7 +177,7 @@ class World:
                 self._became(worker, WorkerState.READY)
                 await machine.killed.wait()
             # What the kernel tells, and what the connections tell, in either order.
-            await asyncio.sleep(rng.choice([0.0, 0.05, 1.5]))
+            await asyncio.sleep(rng.choice([0.0, 0.02, 0.05, 1.5]))
             self._became(worker, WorkerState.DEAD)
             self.coordinator.epoch_lost(epoch, Reason.PROCESS_DEATH)
             self._became(worker, WorkerState.RESTARTING)
@@ -188,7 +188,7 @@ class World:
         name = f"{epoch.worker}/{epoch.number}/0"
         adopted = adopt is not None and self.rng.random() < 0.8
         old = self.pools[adopt.pools[0]] if adopted and adopt is not None else None
-        pool = old if old is not None else SimPool.make(name, self.rng.choice([50, 120]))
+        pool = old if old is not None else SimPool.make(name, self.rng.choice([80, 200]))
         adopt_path = adopt.arena_path if adopted and adopt is not None else None
         engine = SimEngine(self.rng, epoch.arena_path, pool, adopt_path)
         if epoch.arena_path is not None:
