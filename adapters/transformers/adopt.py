@@ -1,9 +1,9 @@
 """Taking over the pool of the engine that ran here before: whose blocks must not be touched, and for how long.
 
 Owns the reading of the old arena and the reservations that come of it. Invariant: what is offered for a session is
-complete: a position counts only if the old engine had journaled a token that was computed after it. A session's blocks
-stay reserved until they are resumed, given up, or HOLD_S have passed. The decode thread gives blocks back; this
-module only says which.
+complete: a position counts only if the old engine had journaled a token that was computed after it. A session's
+blocks stay reserved until they are resumed, given up, their arena is removed, or HOLD_S have passed. The decode
+thread gives blocks back; this module only says which.
 """
 
 import logging
@@ -20,10 +20,11 @@ from ...session.held import HolderClient
 from ...session.ids import SessionId
 from ...session.key import CompatibilityKey
 from ...session.layout import PoolLayout, PoolMeta
-from ...session.records import LoadState, Slot, SlotState
+from ...session.records import SlotState, complete_kv_len
 from .extents import Run
 
 HOLD_S = 120.0
+LOOK_EVERY_S = 1.0
 
 log = logging.getLogger("midstream.transformers")
 
@@ -55,18 +56,6 @@ class OldPool:
     name: str
     fd: int
     reservations: tuple[Reservation, ...]
-
-
-def covered_positions(slot: Slot, journaled: int) -> int:
-    """How many positions hold finished KV, from what the arena proves.
-
-    A journaled token proves all positions before it, unless it was only re-entered by a resume whose KV had not come.
-    """
-    if journaled > slot.resumed:
-        return slot.prompt_len + journaled - 1
-    if slot.load is LoadState.DONE:
-        return min(slot.loaded, slot.prompt_len + journaled - 1)
-    return 0
 
 
 def find_old_pool(arena: Path, holder: HolderClient, layout: PoolLayout, key: Mapping[str, Any]) -> OldPool:
@@ -113,7 +102,7 @@ def _reservations(reader: ArenaReader, layout: PoolLayout) -> list[Reservation]:
         except ArenaError as error:
             log.warning("event=not_adopted session=%s error=%s", slot.session, error)
             continue
-        covered = covered_positions(slot, len(journal))
+        covered = complete_kv_len(slot, len(journal))
         if run is None or run.end > layout.block_count or not 0 < covered <= run.count * layout.block_tokens:
             log.info("event=not_adopted session=%s reason=nothing_complete covered=%d", slot.session, covered)
             continue
@@ -124,10 +113,13 @@ def _reservations(reader: ArenaReader, layout: PoolLayout) -> list[Reservation]:
 class Reservations:
     """The sessions that may still come back, with the time until which their blocks wait. Any thread may call."""
 
-    def __init__(self, found: tuple[Reservation, ...] = (), *, now_s: float = 0.0) -> None:
+    def __init__(self, found: tuple[Reservation, ...] = (), *, now_s: float = 0.0, arena: Path | None = None) -> None:
+        """`arena` is the old engine's: its sidecar removes it when none of its sessions can come back any more."""
         self._lock = threading.Lock()
         self._waiting = {r.session: r for r in found}
         self._until_s = now_s + HOLD_S
+        self._arena = arena
+        self._next_look_s = now_s
         self._given_up: list[Run] = []
 
     def __len__(self) -> int:
@@ -155,9 +147,15 @@ class Reservations:
     def returned(self, now_s: float) -> list[Run]:
         """Runs that became free since the last call: given up, or waited for too long."""
         with self._lock:
-            if self._waiting and now_s >= self._until_s:
-                log.info("event=reservations_expired sessions=%d", len(self._waiting))
+            if self._waiting and (now_s >= self._until_s or self._is_over(now_s)):
+                log.info("event=reservations_ended sessions=%d", len(self._waiting))
                 self._given_up.extend(r.run for r in self._waiting.values())
                 self._waiting.clear()
             given_up, self._given_up = self._given_up, []
             return given_up
+
+    def _is_over(self, now_s: float) -> bool:
+        if self._arena is None or now_s < self._next_look_s:
+            return False
+        self._next_look_s = now_s + LOOK_EVERY_S
+        return not self._arena.exists()

@@ -161,7 +161,7 @@ class Server:
             return Reservations()
         kept = tuple(r for r in old.reservations if self._extents.reserve(r.run))
         log.info("event=adopted pool=%s sessions=%d of=%d", old.name, len(kept), len(old.reservations))
-        return Reservations(kept, now_s=time.monotonic())
+        return Reservations(kept, now_s=time.monotonic(), arena=self._around.adopt)
 
     def _open_arena(self) -> ArenaWriter | None:
         if self._around.arena is None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from midstream.adapters.transformers.adopt import Reservation, covered_positions, find_old_pool
+from midstream.adapters.transformers.adopt import Reservation, find_old_pool
 from midstream.adapters.transformers.extents import Run
 from midstream.session.arena import ArenaReader, LoadState, create_arena
 from midstream.session.arena_writer import ArenaWriter
@@ -120,7 +120,7 @@ def test_re_entered_outputs_prove_only_what_was_loaded(arena: tuple[Path, ArenaW
         def covered() -> int:
             found = reader.find(session(1))
             assert found is not None
-            return covered_positions(found, len(reader.journal(found)))
+            return reader.kv_len(found)
 
         assert covered() == 0
         slot.report(LoadState.FAILED, 0, 0)
