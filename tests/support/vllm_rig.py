@@ -8,12 +8,11 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import psutil
 import pytest
 
 from midstream.loadtest.client import Answer, read_stream, read_whole
@@ -102,11 +101,19 @@ class Rig:
         await self.sidecar.wait_ready(http, count=count, timeout_s=START_S)
 
     async def interrupted(
-        self, http: aiohttp.ClientSession, cases: Sequence[Case], victim: Victim, *, trigger: int = 0
+        self,
+        http: aiohttp.ClientSession,
+        cases: Sequence[Case],
+        victim: Victim,
+        *,
+        trigger: int = 0,
+        outcomes: Sequence[str] = ("exact",),
+        before: "Callable[[], Awaitable[None]] | None" = None,
     ) -> "list[Answer]":
         """Run all cases at once on one worker and kill it when the case `trigger` has come to its cut.
 
-        Every one of them must have been interrupted and taken up exactly, in KV that was held.
+        Every one of them must have been interrupted, and an exact one must have found all its KV but the last position.
+        `before` is awaited right before the kill.
         """
         await self.ready(http)
         seen = {s["session"] for s in await self.sidecar.sessions(http)}
@@ -114,6 +121,8 @@ class Rig:
 
         async def kill() -> list[str]:
             worker = await self.sidecar.serving(http)
+            if before is not None:
+                await before()
             return kill_worker(worker["pid"], victim)
 
         def at_cut(answer: Answer) -> Any:
@@ -135,10 +144,19 @@ class Rig:
         assert len(told) == len(cases), "not every session was on the worker that died"
         for session in told:
             [outcome] = session["outcomes"]
-            assert (outcome["outcome"], outcome["lag"]) == ("exact", 0), outcome
-            assert outcome["kv_tokens_loaded"] > 0, outcome
-            assert outcome["tokens_recomputed"] == 1, outcome
+            assert outcome["outcome"] in outcomes, outcome
+            assert outcome["lag"] == 0, outcome
+            if outcome["outcome"] == "exact":
+                assert outcome["kv_tokens_loaded"] > 0, outcome
+                assert outcome["tokens_recomputed"] == 1, outcome
         return answers
+
+    async def preemptions(self, http: aiohttp.ClientSession) -> float:
+        """How often the first worker has preempted a session, by its own account."""
+        [worker, *_] = await self.sidecar.workers(http)
+        async with http.get(f"{worker['url']}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_preemptions_total"))
 
     @asynccontextmanager
     async def _others_busy(self, http: aiohttp.ClientSession) -> "AsyncIterator[Callable[[], Awaitable[None]]]":
@@ -159,7 +177,28 @@ class Rig:
             await asyncio.gather(*fillers, return_exceptions=True)
 
 
-def processes_of(pid: int) -> list[psutil.Process]:
-    """A worker's process tree."""
-    root = psutil.Process(pid)
-    return [root, *root.children(recursive=True)]
+async def undisturbed(rig: Rig, http: aiohttp.ClientSession, cases: Sequence[Case]) -> list[Answer]:
+    """What the answers are when nothing happens."""
+    answers = [await rig.ask(http, case, headers=ASK_REPORT) for case in cases]
+    for answer in answers:
+        assert answer.whole, (answer.violations, answer.error)
+    return answers
+
+
+def require_same(
+    cases: Sequence[Case],
+    wanted: Sequence[Answer],
+    got: Sequence[Answer],
+    *,
+    takeovers: int = 1,
+    outcomes: Sequence[str] = ("exact",),
+) -> None:
+    """Each answer is whole and what it would have been; streams say how they were taken over."""
+    expected = outcomes if takeovers else ("undisturbed",)
+    for case, plain, answer in zip(cases, wanted, got, strict=True):
+        assert answer.whole, (case, answer.violations, answer.error)
+        # Logprobs depend a little on who else is in the batch; nothing else may.
+        assert answer.logprobs == pytest.approx(plain.logprobs, abs=1e-3), case
+        assert replace(answer, logprobs=plain.logprobs).same_as(plain), (case, answer, plain)
+        if case.stream:
+            assert any(f"outcome={o} takeovers={takeovers}" in answer.report for o in expected), (case, answer.report)

@@ -6,15 +6,13 @@ A start of vLLM is what costs time here, so many different sessions die in each 
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import aiohttp
 import pytest
 
-from midstream.loadtest.client import Answer
 from midstream.loadtest.harness import Victim
-from support.vllm_rig import BLOCK_TOKENS, CHAT, COMPLETIONS, Case, Rig, chat, completion
+from support.vllm_rig import BLOCK_TOKENS, CHAT, COMPLETIONS, Case, Rig, chat, completion, require_same, undisturbed
 
 pytestmark = [pytest.mark.engine, pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -44,25 +42,6 @@ def rig() -> Iterator[Rig]:
         yield rig
     finally:
         rig.stop()
-
-
-async def undisturbed(rig: Rig, http: aiohttp.ClientSession, cases: list[Case]) -> list[Answer]:
-    """What the answers are when nothing happens."""
-    answers = [await rig.ask(http, case) for case in cases]
-    for answer in answers:
-        assert answer.whole, (answer.violations, answer.error)
-    return answers
-
-
-def require_same(cases: list[Case], wanted: list[Answer], got: list[Answer]) -> None:
-    """Each answer is whole, exact by the sidecar's own account, and what it would have been."""
-    for case, plain, answer in zip(cases, wanted, got, strict=True):
-        assert answer.whole, (case, answer.violations, answer.error)
-        # Logprobs depend a little on who else is in the batch; nothing else may.
-        assert answer.logprobs == pytest.approx(plain.logprobs, abs=1e-3), case
-        assert replace(answer, logprobs=plain.logprobs).same_as(plain), (case, answer, plain)
-        if case.stream:
-            assert "outcome=exact takeovers=1" in answer.report, case
 
 
 async def test_a_stream_is_what_the_engine_alone_would_have_sent(rig: Rig, http: aiohttp.ClientSession) -> None:
