@@ -219,7 +219,8 @@ def _verdict(
         outcome=str(last.get("outcome", "")),
         tier=str(last.get("tier", "")),
         lag=int(last.get("lag", 0)),
-        gap_ms=round(pairs[0][0].gap_s * 1000, 1),
+        # A client that had nothing yet sees no gap between tokens: then the sidecar's figure is the longer one.
+        gap_ms=max(round(pairs[0][0].gap_s * 1000, 1), float(last.get("gap_ms", 0))),
         kv_tokens_loaded=int(last.get("kv_tokens_loaded", 0)),
         tokens_recomputed=int(last.get("tokens_recomputed", 0)),
         detail=str(last.get("detail", "")),

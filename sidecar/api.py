@@ -36,6 +36,8 @@ def routes(
         counted: dict[str, int] = {}
         for worker in workers.all():
             counted[worker.state.value] = counted.get(worker.state.value, 0) + 1
+            if worker.current is not None:
+                metrics.set_plugin(worker.name, worker.current.number, _counters(worker.current))
         metrics.set_workers(counted)
         return web.Response(body=metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 

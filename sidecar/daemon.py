@@ -230,7 +230,7 @@ class _Daemon:
         try:
             await asyncio.to_thread(create_arena, path, slot_count=sizes.slot_count, page_count=sizes.page_count)
         except (ArenaError, OSError) as error:
-            self._metrics.arena_full.inc()
+            self._metrics.arena_missing.inc()
             _LOG.error("event=no_arena worker=%s epoch=%d error=%s", worker.name, number, error)
             return None
         return path

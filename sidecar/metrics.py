@@ -73,6 +73,18 @@ class Metrics:
             "Sessions that ran without a journal because the arena was full.",
             registry=registry,
         )
+        self.arena_missing = Counter(
+            "midstream_arena_missing",
+            "Starts of engines without an arena, for which there was no room.",
+            registry=registry,
+        )
+        self.plugin_events = Counter(
+            "midstream_plugin_events",
+            "What the plugin in an engine counted: arena_full, hook_errors, reservations_lost, loads_timed_out.",
+            ("worker", "event"),
+            registry=registry,
+        )
+        self._plugins: dict[str, tuple[int, Mapping[str, int]]] = {}
         self.holder_restarts = Counter("midstream_holder_restarts", "New holders after one died.", registry=registry)
         self.tokens_sent = Counter("midstream_tokens_sent", "Output tokens sent to clients.", registry=registry)
         self.requests = Counter(
@@ -99,6 +111,17 @@ class Metrics:
     def set_workers(self, counts: Mapping[str, int]) -> None:
         """How many workers are in each state; a state that is not named has none."""
         _set_states(self.workers, counts)
+
+    def set_plugin(self, worker: str, epoch: int, counters: Mapping[str, int]) -> None:
+        """The counters of a worker's plugin as its arena has them now; those of a new epoch begin at 0."""
+        known_epoch, known = self._plugins.get(worker, (epoch, {}))
+        before = known if known_epoch == epoch else {}
+        for event, count in counters.items():
+            more = max(count - before.get(event, 0), 0)
+            self.plugin_events.labels(worker, event).inc(more)
+            if event == "arena_full":
+                self.arena_full.inc(more)
+        self._plugins[worker] = epoch, dict(counters)
 
     def set_mover(self, status: Mapping[str, Any] | None) -> None:
         """The mover's own figures as it reported them last; None when it does not answer."""

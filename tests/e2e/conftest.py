@@ -37,11 +37,11 @@ def kept(command: list[str]) -> Iterator[Callable[[], Sidecar]]:
 
 @pytest.fixture
 def start(command: list[str]) -> Iterator[Callable[..., Sidecar]]:
-    """Starts sidecars for one test alone; options are those of `Sidecar`."""
+    """Starts sidecars for one test alone; options are those of `Sidecar`, among them another `command`."""
     started: list[Sidecar] = []
 
     def start(**options: Any) -> Sidecar:
-        started.append(Sidecar(command, **options))
+        started.append(Sidecar(**{"command": command, **options}))
         return started[-1].start()
 
     yield start

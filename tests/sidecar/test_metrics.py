@@ -73,6 +73,17 @@ def test_the_mover_s_numbers_are_copied_and_nothing_else_of_its_status() -> None
     assert samples(metrics)["midstream_mover_up"] == 0
 
 
+def test_what_plugins_count_adds_up_over_their_starts() -> None:
+    metrics = Metrics()
+    for epoch, count in ((1, 0), (1, 2), (1, 2), (2, 1), (2, 3)):
+        metrics.set_plugin("w-0", epoch, {"arena_full": count, "hook_errors": 0})
+    metrics.set_plugin("w-1", 1, {"arena_full": 4})
+    found = samples(metrics)
+    assert found["midstream_plugin_events_total{event=arena_full,worker=w-0}"] == 5
+    assert found["midstream_plugin_events_total{event=hook_errors,worker=w-0}"] == 0
+    assert found["midstream_arena_full_total"] == 9
+
+
 def test_two_sidecars_in_one_process_do_not_share_figures() -> None:
     one, two = Metrics(), Metrics()
     one.tokens_sent.inc(3)
