@@ -43,6 +43,7 @@ class Reservations:
 
     def offer(self, session: SessionId, count: int) -> bool:
         """Arrange the free list so that the next `count` blocks taken from it are the session's first `count`."""
+        self._take_offer_back(session)
         table = self._tables.get(session)
         if table is None or len(table) < count:
             return False
@@ -57,8 +58,8 @@ class Reservations:
                 block = self._pool.free_block_queue.popleft()
             else:
                 self._pool.free_block_queue.prepend_n(front)
-                self._offers[session] = [b for b in mine if self._pool.blocks[b] in front]
-                self.withdraw()
+                self._offers[session] = mine
+                self._take_offer_back(session)
                 return False
             block.ref_cnt = 0
             front.append(block)
@@ -68,30 +69,26 @@ class Reservations:
 
     def settle(self, session: SessionId, given: Sequence[int]) -> bool:
         """After the allocation: True if the session owns exactly its old blocks now, so nothing is to be copied."""
-        offered = set(self._offers.pop(session, ()))
         table = self._tables[session]
-        for block_id in offered & set(given):
+        offered = self._offers.pop(session, [])
+        taken = set(offered) & set(given)
+        for block_id in taken:
             del self._holds[block_id]
-        rest = offered - set(given)
-        for block_id in rest:
-            self._take_back(block_id)
-        kept = [b for b in table if b not in offered or b in rest]
-        self._tables[session] = tuple(kept)
+        self._tables[session] = tuple(b for b in table if b not in taken)
+        self._offers[session] = [b for b in offered if b not in taken]
+        self._take_offer_back(session)
         return tuple(given) == table[: len(given)]
 
     def withdraw(self) -> list[SessionId]:
         """Take back what was offered and not allocated; returns the sessions that must be offered again."""
-        again = []
-        for session, offered in list(self._offers.items()):
-            del self._offers[session]
-            for block_id in offered:
-                self._take_back(block_id)
-            if session in self._tables:
-                again.append(session)
-        return again
+        offered = list(self._offers)
+        for session in offered:
+            self._take_offer_back(session)
+        return [session for session in offered if session in self._tables]
 
     def release(self, session: SessionId) -> None:
         """The session needs its reserved blocks no more."""
+        self._take_offer_back(session)
         for block_id in self._tables.pop(session, ()):
             if block_id not in self._holds:
                 continue
@@ -118,14 +115,18 @@ class Reservations:
             block.ref_cnt = 1
         self._holds[block_id] += 1
 
-    def _take_back(self, block_id: int) -> None:
-        block = self._pool.blocks[block_id]
-        if block.ref_cnt == 0:
-            self._pool.free_block_queue.remove(block)
-            block.ref_cnt = 1
-            return
-        # Somebody else was given it: whoever's table it is in has no KV any more.
-        self.lost += 1
-        del self._holds[block_id]
-        for session in [s for s, table in self._tables.items() if block_id in table]:
-            self.release(session)
+    def _take_offer_back(self, session: SessionId) -> None:
+        """Reserve again what was offered and not taken; what somebody else was given costs its sessions their KV."""
+        offered = self._offers.pop(session, [])
+        given_away = [block_id for block_id in offered if self._pool.blocks[block_id].ref_cnt]
+        # All others first: a session that loses its KV below gives back only what is reserved.
+        for block_id in offered:
+            block = self._pool.blocks[block_id]
+            if block.ref_cnt == 0:
+                self._pool.free_block_queue.remove(block)
+                block.ref_cnt = 1
+        for block_id in given_away:
+            self.lost += 1
+            del self._holds[block_id]
+            for owner in [s for s, table in self._tables.items() if block_id in table]:
+                self.release(owner)
