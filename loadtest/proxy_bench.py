@@ -127,8 +127,10 @@ async def _open_rss(process: psutil.Process, url: str, load: Load) -> float:
     return peak[0]
 
 
-def _best_delay(runs: list[Measured]) -> Measured:
-    return min(runs, key=lambda run: run.delay_ms(0.5))
+def _usual_round(direct: list[Measured], proxied: list[Measured]) -> tuple[Measured, Measured]:
+    """Of the pairs of neighbouring runs the one with the median difference."""
+    pairs = sorted(zip(direct, proxied, strict=True), key=lambda pair: pair[1].delay_ms(0.5) - pair[0].delay_ms(0.5))
+    return pairs[(len(pairs) - 1) // 2]
 
 
 async def measure(plan: Plan) -> Figures:
@@ -158,8 +160,7 @@ async def measure(plan: Plan) -> Figures:
         after = proxy.cpu_times()
         cpu_s = after.user + after.system - before.user - before.system
         open_rss = await _open_rss(proxy, url, plan.open_streams)
-    # Of alternating rounds the best one of each: what else the machine does only ever adds.
-    alone, through = _best_delay(delays[direct]), _best_delay(delays[url])
+    alone, through = _usual_round(delays[direct], delays[url])
     return Figures(
         direct_p50_ms=alone.delay_ms(0.5),
         direct_p99_ms=alone.delay_ms(0.99),

@@ -11,6 +11,8 @@ from io import StringIO
 from .dialects import openai
 from .dialects.openai import Choice
 
+_LATER_MAX = 64
+
 
 class Mismatch(Exception):
     """A worker says something else than what was journaled or sent; the text says where."""
@@ -19,10 +21,12 @@ class Mismatch(Exception):
 class Account:
     """What the client has (over all attempts), and what the current attempt has said so far."""
 
-    __slots__ = ("_known", "_last_had_text", "_seen_chars", "_seen_ids", "_sent_ids", "_sent_text")
+    __slots__ = ("_known", "_last_had_text", "_later", "_seen_chars", "_seen_ids", "_sent_ids", "_sent_text")
 
     def __init__(self) -> None:
         self._sent_ids = array("L")
+        # Chunks that have not been entered yet: see `enter_later`.
+        self._later: list[tuple[Sequence[int], str, str]] = []
         self._sent_text: dict[str, StringIO] = {}
         # Whether the newest tokens came with text: if not, their engine may still owe it (parsers that wait).
         self._last_had_text = False
@@ -34,21 +38,25 @@ class Account:
     @property
     def ids(self) -> tuple[int, ...]:
         """The output ids that the client has."""
+        self._settle()
         return tuple(self._sent_ids)
 
     @property
     def token_count(self) -> int:
         """How many output ids the client has."""
+        self._settle()
         return len(self._sent_ids)
 
     @property
     def is_empty(self) -> bool:
         """Whether the client has no token and no text yet."""
+        self._settle()
         return not self._sent_ids and not self._sent_text
 
     @property
     def owes_text(self) -> bool:
         """Whether the newest tokens came without text, so that some of it may still be with their engine."""
+        self._settle()
         return not self._last_had_text
 
     def begin(self, expected: Sequence[int]) -> None:
@@ -62,6 +70,26 @@ class Account:
 
     def enter(self, ids: Sequence[int], added: Sequence[tuple[str, str]]) -> None:
         """Enter ids and text of a chunk that the client gets whole."""
+        self._settle()
+        self._enter(ids, added)
+
+    def enter_later(self, ids: Sequence[int], key: str, text: str) -> None:
+        """Enter a chunk with text in one field, as soon as anybody asks for the account.
+
+        Between two tokens of a stream the processor's caches have forgotten this code, so that it costs many times as
+        much for one chunk as for one of many.
+        """
+        self._later.append((ids, key, text))
+        if len(self._later) >= _LATER_MAX:
+            self._settle()
+
+    def _settle(self) -> None:
+        if self._later:
+            later, self._later = self._later, []
+            for ids, key, text in later:
+                self._enter(ids, ((key, text),))
+
+    def _enter(self, ids: Sequence[int], added: Sequence[tuple[str, str]]) -> None:
         self._sent_ids.extend(ids)
         if ids:
             self._last_had_text = bool(added)

@@ -15,7 +15,7 @@ import msgspec
 from .account import Account, Mismatch, joined_texts
 from .coordinator import Reason
 from .dialects import openai, openai_edit
-from .dialects.hiding import Hiding, hide_ids
+from .dialects.hiding import Hiding, hide_ids, hide_one_list
 from .dialects.openai import Choice, Chunk
 from .sse import Event, encode_event
 
@@ -199,9 +199,9 @@ class Splicer:
             or self._identity is None
         ):
             return None
-        self._account.enter(ids, ((key, text),))
+        self._account.enter_later(ids, key, text)
         hiding = self._wishes.hiding
-        raw = event.raw if hiding is None else hide_ids(event.raw, hiding)
+        raw = event.raw if hiding is None else hide_one_list(event.raw, hiding)
         return Step(raw, End.GOES_ON, True, len(ids))
 
     def _take(self, event: Event) -> None:

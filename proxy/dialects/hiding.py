@@ -8,6 +8,8 @@ import re
 from enum import StrEnum
 
 _NAME = b'token_ids"'
+_OUTPUT_LIST = b'"token_ids":['
+_BACKSLASH = 0x5C
 _PROMPT = b'"prompt_'
 _LIST = re.compile(rb"\s*:\s*(\[[\d,\s]*\])")
 _COMMA_BEFORE = re.compile(rb",\s*$")
@@ -40,6 +42,15 @@ def hide_ids(raw: bytes, hiding: Hiding) -> bytes:
             raw = _removed(raw, start, end)
             at = raw.find(_NAME, start)
     return raw
+
+
+def hide_one_list(raw: bytes, hiding: Hiding) -> bytes:
+    """The same for a chunk that is known to hold one list of ids, and none of the prompt's."""
+    start = raw.rfind(_OUTPUT_LIST)
+    if hiding is not Hiding.NULL or start < 1 or raw[start - 1] == _BACKSLASH:
+        return hide_ids(raw, hiding)
+    start += len(_OUTPUT_LIST) - 1
+    return raw[:start] + b"null" + raw[raw.index(b"]", start) + 1 :]
 
 
 def _member(raw: bytes, at: int) -> tuple[int, int]:

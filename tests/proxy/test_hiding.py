@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream.proxy.dialects.hiding import Hiding, hide_ids
+from midstream.proxy.dialects.hiding import Hiding, hide_ids, hide_one_list
 
 TEXTS = st.one_of(
     st.text(max_size=20),
@@ -24,6 +24,7 @@ def test_only_ids_change_whatever_the_texts_are(
         return json.dumps(choice, separators=separators, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
 
     assert hide_ids(dump(ids, prompt), Hiding.NULL) == dump(None, None)
+    assert hide_one_list(dump(ids, None), Hiding.NULL) == dump(None, None)
 
 
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
