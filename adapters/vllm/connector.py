@@ -65,6 +65,7 @@ class MidstreamConnector(KVConnectorBase_V1, SupportsHMA):
             return 0, False
         return self.scheduler_side.matched(request, num_computed_tokens)
 
+    @guarded(default=(0,))
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """All groups: what is loaded (or already there, in place) must not be zeroed."""
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
@@ -122,7 +123,11 @@ class MidstreamConnector(KVConnectorBase_V1, SupportsHMA):
         return NOTHING if self.worker_side is None else self.worker_side.finished_loads()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set() if self.worker_side is None else self.worker_side.take_failed_blocks()
+        return set(self._failed_blocks())
+
+    @guarded(default=NOTHING)
+    def _failed_blocks(self) -> Any:
+        return NOTHING if self.worker_side is None else self.worker_side.take_failed_blocks()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing loads layer by layer."""

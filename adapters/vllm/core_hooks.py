@@ -9,7 +9,7 @@ import contextlib
 from typing import Any
 
 from .generators import adopt_generator
-from .guard import patch, report
+from .guard import guarded, patch, report
 from .marking import resumed_outputs
 
 
@@ -26,17 +26,27 @@ def install() -> None:
         patch(CachedRequestState, "__post_init__", ("self",), _with_outputs)
 
 
+@guarded(default=None)
+def _begin(side: Any) -> None:
+    side.step_begins()
+
+
+@guarded(default=None)
+def _end(side: Any, outputs: Any) -> None:
+    side.step_ends(outputs)
+
+
 def _journaling(original: Any) -> Any:
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         side = getattr(getattr(self, "connector", None), "scheduler_side", None)
         if side is None:
             return original(self, scheduler_output, model_runner_output)
-        side.step_begins()
+        _begin(side)
         outputs = None
         try:
             outputs = original(self, scheduler_output, model_runner_output)
         finally:
-            side.step_ends(outputs)
+            _end(side, outputs)
         return outputs
 
     return update_from_output

@@ -5,6 +5,7 @@ a check of their signature. A hook that cannot be installed leaves the engine as
 service".
 """
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -34,7 +35,8 @@ def report(where: str) -> None:
     if _logged <= LOGGED_MAX:
         log.exception("midstream: %s failed; serving goes on without it", where)
     for callback in _on_error:
-        callback()
+        with contextlib.suppress(Exception):
+            callback()
 
 
 def guarded(default: D) -> Callable[[Callable[P, T]], Callable[P, T | D]]:
@@ -64,7 +66,10 @@ def patch(owner: Any, name: str, parameters: tuple[str, ...], make: Callable[[An
     if original is None:
         log.warning("midstream: this vLLM has no %s; what depends on it is off", label)
         return False
-    found = tuple(inspect.signature(original).parameters)
+    try:
+        found = tuple(inspect.signature(original).parameters)
+    except (TypeError, ValueError):
+        found = ()
     if found[: len(parameters)] != parameters:
         log.warning("midstream: %s takes %s, expected %s; what depends on it is off", label, found, parameters)
         return False

@@ -8,7 +8,7 @@ import os
 
 from ...session.ticket import claim_place
 from .guard import guarded, log
-from .settings import plugin_settings
+from .settings import WORKER, plugin_settings
 
 TESTED_VERSIONS = ("0.25.1", "0.32.0")
 _registered = False
@@ -20,7 +20,7 @@ def register() -> None:
     global _registered
     if _registered:
         return
-    guarded(default=None)(claim_place)(os.environ)
+    _claim()
     if plugin_settings() is None:
         return
     _registered = True
@@ -33,3 +33,13 @@ def register() -> None:
         log.warning("midstream: vLLM %s was not tested (%s were)", version, ", ".join(TESTED_VERSIONS))
     for install in (replay.install, core_hooks.install):
         guarded(default=None)(install)()
+
+
+@guarded(default=None)
+def _claim() -> None:
+    try:
+        claim_place(os.environ)
+    except Exception:
+        # All processes of an engine have a place or none has: a child must not find the one that its parent did not.
+        os.environ.pop(WORKER, None)
+        raise

@@ -6,11 +6,15 @@ reaches the core.
 """
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from ...session.marker import Resume
-from .guard import patch, report
-from .marking import marker_of
+from .guard import log, patch, report
+from .marking import checked_marker, ending_of
+
+# Requests that are being added, and what is to be replayed of them.
+_due: dict[str, Resume] = {}
 
 
 def install() -> None:
@@ -22,20 +26,26 @@ def install() -> None:
         patch(AsyncLLM, "_add_request", ("self", "request", "prompt", "parent_req", "index", "queue"), _ending)
 
 
-def _resume_of(request: Any) -> Resume | None:
-    marker = marker_of(request.sampling_params) if request.sampling_params is not None else None
-    return None if marker is None else marker.resume
+def _resume_of(request: Any, model_config: Any) -> Resume | None:
+    """What to replay; None also for a marker that the core will refuse, and count, for the same reason."""
+    if request.sampling_params is None:
+        return None
+    try:
+        marker = checked_marker(request, model_config)
+    except ValueError as error:
+        log.warning("midstream: %s; the request runs as a new one", error)
+        return None
+    if marker is None or marker.resume is None or not marker.resume.outputs:
+        return None
+    return replace(marker.resume, finish=ending_of(request, marker.resume, model_config))
 
 
 def _replaying(original: Any) -> Any:
     def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-        fresh = request.request_id not in self.request_states
         original(self, request, *args, **kwargs)
-        if not fresh:
-            return
+        resume = _due.pop(request.request_id, None)
         try:
-            resume = _resume_of(request)
-            if resume is not None and resume.outputs:
+            if resume is not None:
                 _replay(self, request, resume)
         except Exception:
             report("replay")
@@ -82,22 +92,25 @@ def _ending(original: Any) -> Any:
     async def _add_request(self: Any, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
         resume = None
         try:
-            resume = _resume_of(request)
+            resume = _resume_of(request, self.model_config)
         except Exception:
             report("resume record")
         if resume is None:
             await original(self, request, prompt, parent_req, index, queue)
             return
         states = self.output_processor.request_states
-        if resume.finish:
-            self.output_processor.add_request(request, prompt, parent_req, index, queue)
-            if request.request_id not in states:
-                return
+        _due[request.request_id] = resume
+        try:
+            if not resume.finish:
+                await original(self, request, prompt, parent_req, index, queue)
+            else:
+                self.output_processor.add_request(request, prompt, parent_req, index, queue)
+        finally:
+            _due.pop(request.request_id, None)
+        if resume.finish and request.request_id in states:
             # The replay did not end it (it was reported): have the core compute the ending after all.
             await self.engine_core.add_request_async(request)
-            return
-        await original(self, request, prompt, parent_req, index, queue)
-        if request.request_id not in states:
+        elif not resume.finish and request.request_id not in states:
             # The replay itself found a stop string: there is nothing left for the core to do.
             await self.engine_core.abort_requests_async([request.request_id])
 

@@ -5,6 +5,8 @@ core's one thread; connector.py guards them. Copies nothing and waits for nothin
 """
 
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -15,16 +17,18 @@ from ...session.ids import SessionId
 from ...session.marker import KvSource, Marker
 from ...session.records import LoadState
 from ..prompt import prompt_hash
-from .guard import count_errors_with, log
+from .guard import count_errors_with, log, report
 from .identity import facts_of
 from .loads import Load, StepMeta
-from .marking import marker_of
+from .marking import checked_marker, take_away
 from .quarantine import Quarantine
 from .reservations import Reservations
 from .settings import PluginSettings
 
 FINISHES = ("stop", "length", "abort")
 RESERVATION_CHECK_S = 1.0
+# Longer than any session waits for its worker: blocks of those who never come are the engine's capacity.
+RESERVED_S_MAX = 1200.0
 
 
 class Phase(Enum):
@@ -59,6 +63,7 @@ class SchedulerSide:
         if settings.arena is None:
             raise ValueError("no arena is named in the environment")
         self._settings = settings
+        self._model_config = vllm_config.model_config
         self._block_tokens = vllm_config.cache_config.block_size
         self._arena = ArenaWriter.open(settings.arena)
         count_errors_with(lambda: self._arena.count(Counter.HOOK_ERRORS))
@@ -69,6 +74,7 @@ class SchedulerSide:
         self._ended_in_step: list[Tracked] | None = None
         self._reservations: Reservations | None = None
         self._reservations_checked_s = 0.0
+        self._reserved_until_s = 0.0
         self.facts, self._adopted = facts_of(settings, vllm_config, kv_cache_config)
         self._arena.publish(self.facts)
 
@@ -88,6 +94,7 @@ class SchedulerSide:
         finally:
             reader.close()
         self._reservations = Reservations(block_pool, newest)
+        self._reserved_until_s = time.monotonic() + RESERVED_S_MAX
         for _ in range(self._reservations.lost):
             self._arena.count(Counter.RESERVATIONS_LOST)
         log.info("midstream: adopted pool, blocks of %d sessions reserved", len(self._reservations))
@@ -96,7 +103,11 @@ class SchedulerSide:
 
     def on_new_request(self, request: Any) -> None:
         """Admit a marked request to the arena; a resumed one re-enters its outputs as outputs."""
-        marker = marker_of(request.sampling_params)
+        try:
+            marker = None if request.sampling_params is None else checked_marker(request, self._model_config)
+        except ValueError:
+            take_away(request.sampling_params)
+            raise
         if marker is None:
             return
         resume = marker.resume
@@ -197,16 +208,13 @@ class SchedulerSide:
         """Write the block tables of what the step about to be launched touches."""
         for request_id in getattr(scheduled, "preempted_req_ids", None) or ():
             # This very step may write to its old blocks for somebody else: it has none until it is back.
-            if (preempted := self._tracked.get(request_id)) is not None:
-                if not preempted.slot.has_own_tokens:
-                    # What was loaded is gone with them.
-                    preempted.slot.report(LoadState.FAILED, 0, 0)
-                preempted.slot.set_blocks(())
+            if (tracked := self._tracked.get(request_id)) is not None:
+                self._or_forget(tracked, self._preempted, tracked)
         for new in scheduled.scheduled_new_reqs:
             tracked = self._tracked.get(new.req_id)
             if tracked is not None:
-                tracked.slot.set_blocks(new.block_ids[0])
-                self._first_step(tracked, new.num_computed_tokens)
+                self._or_forget(tracked, tracked.slot.set_blocks, new.block_ids[0])
+                self._or_forget(tracked, self._first_step, tracked, new.num_computed_tokens)
         cached = scheduled.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             tracked = self._tracked.get(request_id)
@@ -215,14 +223,33 @@ class SchedulerSide:
                 continue
             if request_id in cached.resumed_req_ids:
                 # Preempted and back: its old blocks are somebody else's by now.
-                tracked.slot.set_blocks(blocks[0])
+                self._or_forget(tracked, tracked.slot.set_blocks, blocks[0])
             elif blocks[0]:
-                tracked.slot.append_blocks(blocks[0])
-        self._keep_reservations()
-        if self._quarantine is not None:
-            self._quarantine.free_answered()
+                self._or_forget(tracked, tracked.slot.append_blocks, blocks[0])
         loads, self._loads = self._loads, []
+        try:
+            self._keep_reservations()
+            if self._quarantine is not None:
+                self._quarantine.free_answered()
+        except Exception:
+            report("reserved blocks")
         return StepMeta(loads)
+
+    def _or_forget(self, tracked: Tracked, write: Callable[..., object], *args: Any) -> None:
+        """Write something of one session. Where that fails it has no snapshot any more; no other notices."""
+        try:
+            write(*args)
+        except Exception:
+            report("record of a session")
+            self._tracked.pop(tracked.request.request_id, None)
+            with suppress(Exception):
+                tracked.slot.release()
+
+    def _preempted(self, tracked: Tracked) -> None:
+        if not tracked.slot.has_own_tokens:
+            # What was loaded is gone with its blocks.
+            tracked.slot.report(LoadState.FAILED, 0, 0)
+        tracked.slot.set_blocks(())
 
     def _first_step(self, tracked: Tracked, computed: int) -> None:
         """Say truthfully what was loaded and what this engine computes again."""
@@ -246,8 +273,9 @@ class SchedulerSide:
         if now - self._reservations_checked_s < RESERVATION_CHECK_S:
             return
         self._reservations_checked_s = now
-        # The sidecar removes the old arena when none of its sessions can come back any more.
-        if self._settings.adopt is not None and not self._settings.adopt.exists():
+        # The sidecar removes the old arena when none of its sessions can come back any more; if it died, nobody does.
+        over = now > self._reserved_until_s
+        if over or (self._settings.adopt is not None and not self._settings.adopt.exists()):
             self._reservations.release_all()
             self._reservations = None
 
@@ -264,11 +292,11 @@ class SchedulerSide:
                 if tracked is None:
                     continue
                 if output.new_token_ids:
-                    tracked.slot.append_tokens(output.new_token_ids)
+                    self._or_forget(tracked, tracked.slot.append_tokens, output.new_token_ids)
                 if output.finish_reason is not None:
-                    self._finish(tracked, str(output.finish_reason))
+                    self._or_forget(tracked, self._finish, tracked, str(output.finish_reason))
         for tracked in ended:
-            self._finish(tracked, "abort")
+            self._or_forget(tracked, self._finish, tracked, "abort")
 
     def request_finished(self, request: Any) -> None:
         """A request ends; within a step its last tokens are still to be journaled."""

@@ -11,7 +11,7 @@ from ...session.arena import ArenaReader, Slot, SlotState
 from ...session.ids import SessionId
 from ...session.records import LoadState
 from . import pool
-from .guard import guarded
+from .guard import guarded, report
 from .loads import Load
 from .settings import PluginSettings
 
@@ -45,7 +45,12 @@ class WorkerSide:
         """Requests whose loads have come to their end, well or badly."""
         done = set()
         for request_id, (load, deadline) in self._pending.items():
-            state, tokens = self._answer(load)
+            try:
+                state, tokens = self._answer(load)
+            except Exception:
+                # Not known to be loaded is not loaded: it is computed instead, and the request does not wait for ever.
+                report("answer of the mover")
+                state, tokens = LoadState.FAILED, 0
             if state is LoadState.NONE and time.monotonic() < deadline:
                 continue
             done.add(request_id)

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.vllm, pytest.mark.timeout(400)]
 
 STORY = "Write a long story about a dog named Max."
 # More than one block, so that those who begin with it share one.
-SHARED = "Once upon a time there was a small town by the sea, where everybody knew everybody. " * 9
+SHARED = "Once upon a time there was a small town by the sea, where everybody knew everybody. " * 11
 # Room for ten blocks: four sessions of three blocks each are two too many.
 BLOCK_COUNT = 11
 
