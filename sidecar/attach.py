@@ -12,9 +12,10 @@ from pathlib import Path
 
 import aiohttp
 
+from ..proxy.coordinator import Reason
 from ..session.ticket import claimed_epoch, worker_dir
 from .process_watch import Death, TreeWatch
-from .processes import read_process, say_status
+from .processes import Process, read_process, say_status
 from .supervise import WorkerState
 from .workers import Epoch, Worker, Workers
 
@@ -35,7 +36,7 @@ class Attached:
         state_dir: Path,
         offer: Callable[[Worker, int], Awaitable[Path]],
         *,
-        on_lost: Callable[[Epoch, str], None],
+        on_lost: Callable[[Epoch, Reason], None],
         on_state: Callable[[], None],
     ) -> None:
         self._worker = worker
@@ -47,6 +48,8 @@ class Attached:
         self._offered: tuple[int, Path] | None = None
         self._failures = 0
         self._watch: TreeWatch | None = None
+        self._process: Process | None = None
+        self._established: list[Process] = []
 
     async def follow(self) -> None:
         """Until cancelled."""
@@ -65,14 +68,16 @@ class Attached:
         arena = self._folder / f"{number}.arena"
         if arena.exists():
             epoch = self._workers.begin_epoch(self._worker, number, arena)
-            if epoch.learn() and read_process(int(epoch.facts.get("pid") or 0)) is not None:
+            if epoch.learn():
                 self._watch_process(epoch)
+            # Nobody who answers at its address now can be the engine that wrote there.
+            epoch.dead = bool(epoch.facts) and self._process is None
         self._offered = number + 1, await self._offer(self._worker, number + 1)
 
     async def _look(self, http: aiohttp.ClientSession) -> None:
         healthy = await self._healthy(http)
         if self._offered is not None and (claimed_epoch(self._folder) or 0) >= self._offered[0]:
-            self._lose("a new start of the engine")
+            self._lose(Reason.PROCESS_DEATH, "a new start of the engine")
             number, arena = self._offered
             epoch = self._workers.begin_epoch(self._worker, number, arena)
             self._offered = number + 1, await self._offer(self._worker, number + 1)
@@ -80,17 +85,21 @@ class Attached:
         if not healthy:
             self._failures += 1
             if self._worker.state is WorkerState.READY and self._failures >= HEALTH_FAILURES_MAX:
-                self._lose("its health check fails")
+                self._lose(Reason.HEALTH, "its health check fails")
             return
         self._failures = 0
         if self._worker.state is WorkerState.READY:
             return
         epoch_now = self._worker.current
+        if epoch_now is not None and epoch_now.dead and self._lives(epoch_now):
+            # It was only unwell. What it lost went elsewhere, under later generations.
+            epoch_now.dead = False
         if epoch_now is None or epoch_now.dead:
             # No plugin, or not yet known: a place for its sessions all the same.
             epoch_now = self._workers.begin_epoch(self._worker, 0, None)
         if epoch_now.learn():
             self._watch_process(epoch_now)
+            await self._offer_its_pool(epoch_now)
         elif epoch_now.arena_path is None:
             _LOG.warning(
                 "event=no_plugin worker=%s remedy=%s", self._worker.name,
@@ -98,6 +107,12 @@ class Attached:
             )  # fmt: skip
         self._workers.became(self._worker, WorkerState.READY, pid=epoch_now.facts.get("pid"))
         self._on_state()
+
+    async def _offer_its_pool(self, epoch: Epoch) -> None:
+        """The next start may run in this epoch's pool, which was not known when its place was offered."""
+        if epoch.pools and self._offered is not None and (claimed_epoch(self._folder) or 0) < self._offered[0]:
+            number = self._offered[0]
+            self._offered = number, await self._offer(self._worker, number)
 
     async def _healthy(self, http: aiohttp.ClientSession) -> bool:
         with suppress(aiohttp.ClientError, TimeoutError, OSError):
@@ -110,19 +125,32 @@ class Attached:
         process = read_process(int(epoch.facts.get("pid") or 0))
         if process is None or self._watch is not None:
             return
+        self._process = process
         self._watch = TreeWatch(process, self._died)
         self._watch.start()
+        self._established = self._watch.living()
+
+    def _lives(self, epoch: Epoch) -> bool:
+        """Whether the process that was watched for this epoch is still there."""
+        process = self._process
+        return (
+            process is not None and process.pid == epoch.facts.get("pid") and process.is_same(read_process(process.pid))
+        )
 
     def _died(self, death: Death) -> None:
-        self._lose(f"process {death.process.name} (pid {death.process.pid}): {say_status(death.status)}")
+        # Engines call compilers and other helpers, which come and go; what was there from the first is part of it.
+        part_of_it = death.status != 0 and any(death.process.is_same(process) for process in self._established)
+        if death.is_root or part_of_it:
+            how = say_status(death.status)
+            self._lose(Reason.PROCESS_DEATH, f"process {death.process.name} (pid {death.process.pid}): {how}")
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, reason: Reason, why: str) -> None:
         self._stop_watching()
         epoch = self._worker.current
         if epoch is None or epoch.dead:
             return
         self._workers.became(self._worker, WorkerState.DEAD, why)
-        self._on_lost(epoch, why)
+        self._on_lost(epoch, reason)
 
     def _stop_watching(self) -> None:
         if self._watch is not None:

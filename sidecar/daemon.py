@@ -189,7 +189,7 @@ class _Daemon:
                     self._workers,
                     self._state,
                     self._offer,
-                    on_lost=lambda epoch, why: self._epoch_lost(epoch, Reason.PROCESS_DEATH),
+                    on_lost=self._epoch_lost,
                     on_state=self._on_ready,
                 )
                 self._spawn(attached.follow(), f"worker {configured.name}")

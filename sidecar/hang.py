@@ -11,11 +11,15 @@ from .workers import Epoch
 
 
 def progress(epoch: Epoch) -> tuple[int, int]:
-    """Live sessions of an epoch that are past their prefill, and the tokens journaled for all of them."""
+    """Live sessions of an epoch that are past their prefill, and the tokens journaled for all of them.
+
+    What a resumed session re-entered is no progress: it may be waiting for its KV, or computing it again.
+    """
     if epoch.arena is None:
         return 0, 0
-    lengths = [len(epoch.arena.journal(slot)) for slot in epoch.arena.slots() if slot.state is SlotState.LIVE]
-    return sum(1 for n in lengths if n), sum(lengths)
+    live = [slot for slot in epoch.arena.slots() if slot.state is SlotState.LIVE]
+    own = [len(epoch.arena.journal(slot)) - slot.resumed for slot in live]
+    return sum(1 for n in own if n > 0), sum(own)
 
 
 async def is_hung(epoch: Epoch, watch_s: float) -> bool:

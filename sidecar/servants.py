@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -142,7 +143,8 @@ class MoverKeeper:
             preexec_fn=dies_with_parent(signal.SIGTERM),
         )
         deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
-        while not self.socket.exists():
+        # A mover that was killed has left its socket behind: only an answer is a sign of life.
+        while not self._listens():
             if self._process.poll() is not None or asyncio.get_running_loop().time() > deadline:
                 raise MidstreamError(f"the mover at {self.socket} does not start; see its last line above")
             await asyncio.sleep(0.02)
@@ -159,6 +161,15 @@ class MoverKeeper:
                 await self.ensure()
             except MidstreamError as error:
                 _LOG.error("event=mover_start error=%s", error)
+
+    def _listens(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(1.0)
+            try:
+                probe.connect(str(self.socket))
+            except OSError:
+                return False
+        return True
 
     def stop(self) -> None:
         """End it; it has nothing that would be lost."""
