@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from .guard import guarded, log, report
 from .loads import StepMeta
+from .marking import re_enter_outputs
 from .scheduler_side import SchedulerSide
 from .settings import plugin_settings
 from .worker_side import WorkerSide
@@ -29,10 +30,12 @@ class MidstreamConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
+        self._model_config: Any = None
         settings = plugin_settings()
         if settings is None:
             log.warning("midstream: this engine was not started beside a sidecar; the connector does nothing")
             return
+        self._model_config = vllm_config.model_config
         try:
             if role is KVConnectorRole.SCHEDULER:
                 self.scheduler_side = SchedulerSide(settings, vllm_config, kv_cache_config)
@@ -56,8 +59,11 @@ class MidstreamConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(default=None)
     def on_new_request(self, request: Any) -> None:
-        if self.scheduler_side is not None:
-            self.scheduler_side.on_new_request(request)
+        if self._model_config is None:
+            return
+        marker = re_enter_outputs(request, self._model_config)
+        if marker is not None and self.scheduler_side is not None:
+            self.scheduler_side.on_new_request(request, marker)
 
     @guarded(default=(0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:

@@ -47,11 +47,23 @@ def ending_of(request: Any, resume: Resume, model_config: Any) -> str:
     return resume.finish
 
 
-def take_away(sampling_params: Any) -> None:
-    """Leave the request without a marker, for whoever reads it later."""
-    extra = getattr(sampling_params, "extra_args", None)
-    if isinstance(extra, dict):
-        extra.pop(FIELD, None)
+def re_enter_outputs(request: Any, model_config: Any) -> Marker | None:
+    """In the core: the marker of a new request, whose old outputs are outputs of it from now on. ValueError.
+
+    The request then looks like a preempted one: penalties, limits and stop checks count its outputs as outputs. This
+    must be done even where nothing can be recorded, because the front end replays them.
+    """
+    if request.sampling_params is None:
+        return None
+    try:
+        marker = checked_marker(request, model_config)
+    except ValueError:
+        request.sampling_params.extra_args.pop(FIELD, None)
+        raise
+    if marker is not None and marker.resume is not None and marker.resume.outputs:
+        request.append_output_token_ids(list(marker.resume.outputs))
+        request.prefill_stats = None
+    return marker
 
 
 def resumed_outputs(sampling_params: Any) -> list[int]:

@@ -20,7 +20,6 @@ from ..prompt import prompt_hash
 from .guard import count_errors_with, log, report
 from .identity import facts_of
 from .loads import Load, StepMeta
-from .marking import checked_marker, take_away
 from .quarantine import Quarantine
 from .reservations import Reservations
 from .settings import PluginSettings
@@ -63,7 +62,6 @@ class SchedulerSide:
         if settings.arena is None:
             raise ValueError("no arena is named in the environment")
         self._settings = settings
-        self._model_config = vllm_config.model_config
         self._block_tokens = vllm_config.cache_config.block_size
         self._arena = ArenaWriter.open(settings.arena)
         count_errors_with(lambda: self._arena.count(Counter.HOOK_ERRORS))
@@ -101,21 +99,10 @@ class SchedulerSide:
 
     # ---- requests coming in
 
-    def on_new_request(self, request: Any) -> None:
-        """Admit a marked request to the arena; a resumed one re-enters its outputs as outputs."""
-        try:
-            marker = None if request.sampling_params is None else checked_marker(request, self._model_config)
-        except ValueError:
-            take_away(request.sampling_params)
-            raise
-        if marker is None:
-            return
+    def on_new_request(self, request: Any, marker: Marker) -> None:
+        """Admit a marked request, whose outputs were re-entered, to the arena."""
         resume = marker.resume
         outputs = resume.outputs if resume is not None else ()
-        if outputs:
-            # The request now looks like a preempted one: outputs stay outputs for penalties, limits and stop checks.
-            request.append_output_token_ids(list(outputs))
-            request.prefill_stats = None
         prompt = request.prompt_token_ids
         if prompt is None or request.pooling_params is not None:
             return

@@ -1,12 +1,17 @@
 """One real vLLM and no standby: the engine that is started again takes up its old pool, and its sessions in it."""
 
-from collections.abc import Iterator
+import asyncio
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import aiohttp
 import pytest
 
+from midstream.adapters.prompt import prompt_hash
+from midstream.loadtest.client import read_stream
 from midstream.loadtest.harness import Victim
-from support.vllm_rig import BLOCK_TOKENS, COMPLETIONS, Case, Rig, chat, completion, require_same, undisturbed
+from support.vllm_rig import BLOCK_TOKENS, CHAT, COMPLETIONS, Case, Rig, chat, completion, require_same, undisturbed
 
 pytestmark = [pytest.mark.engine, pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -20,7 +25,14 @@ BLOCK_COUNT = 11
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
     """A sidecar with one worker that has little room."""
-    rig = Rig("--max-model-len", "512", "--num-gpu-blocks-override", str(BLOCK_COUNT), workers=1)
+    rig = Rig(
+        "--max-model-len",
+        "512",
+        "--num-gpu-blocks-override",
+        str(BLOCK_COUNT),
+        workers=1,
+        settings={"restore.load_timeout_s": 4},
+    )
     try:
         rig.start()
         yield rig
@@ -69,3 +81,90 @@ async def test_a_session_that_was_preempted_never_gets_blocks_that_are_another_s
     assert at_kill[0] > before, "there was room for everybody"
     require_same(cases, wanted, got, outcomes=("exact", "recomputed"))
     assert "outcome=exact" in got[0].report
+
+
+def marked(body: dict[str, Any], marker: object) -> dict[str, Any]:
+    """A request as nobody but the sidecar may send it."""
+    return {**body, "kv_transfer_params": {"midstream": marker}}
+
+
+def resume(outputs: Sequence[int], kv: str, **changes: object) -> dict[str, Any]:
+    """A marker that takes a session up that this engine has never seen."""
+    record = {"outputs": list(outputs), "kv": kv, "prompt_hash": "0" * 32, "finish": ""}
+    return {"v": 1, "session": uuid.uuid4().hex, "generation": 2, "resume": {**record, **changes}}
+
+
+async def test_a_marker_that_makes_no_sense_costs_nothing_but_the_marker(rig: Rig, http: aiohttp.ClientSession) -> None:
+    await rig.ready(http)
+    [worker] = await rig.sidecar.workers(http)
+    url = worker["url"] + CHAT
+    body = chat(STORY, max_tokens=8)
+    wanted = await read_stream(http, url, body)
+    nonsense = [
+        "no object",
+        ["midstream"],
+        {"v": 99},
+        {"v": 1, "session": "../../etc", "generation": 1},
+        {**resume([1, 2], "held"), "generation": "seven"},
+        resume([1, 2], "by-pigeon"),
+        resume([-1], "none"),
+        resume([1 << 31], "none"),
+        resume([5] * 9, "none"),
+        resume([5] * 5000, "none"),
+        {**resume([5], "none"), "resume": [1, 2, 3]},
+    ]
+    for marker in nonsense:
+        answer = await read_stream(http, url, marked(body, marker))
+        assert answer.same_as(wanted), (marker, answer)
+    [after] = await rig.sidecar.workers(http)
+    assert after["plugin"]["hook_errors"] - worker["plugin"]["hook_errors"] == len(nonsense)
+    assert after["pid"] == worker["pid"]
+
+
+async def test_kv_that_nobody_brings_is_computed(rig: Rig, http: aiohttp.ClientSession) -> None:
+    await rig.ready(http)
+    [worker] = await rig.sidecar.workers(http)
+    url = worker["url"] + CHAT
+    body = chat(STORY, max_tokens=16)
+    wanted = await read_stream(http, url, body)
+    async with http.post(f"{worker['url']}/tokenize", json={"messages": body["messages"]}) as response:
+        hashed = prompt_hash((await response.json())["tokens"])
+    for kv, changes in (
+        ("none", {}),
+        ("held", {}),  # another prompt's hash
+        ("held", {"prompt_hash": hashed}),  # no mover is asked: it times out
+        ("in-place", {"prompt_hash": hashed}),  # nothing is reserved for it
+    ):
+        answer = await read_stream(http, url, marked(body, resume(wanted.token_ids[:9], kv, **changes)))
+        assert answer.same_as(wanted), (kv, changes, answer)
+    [after] = await rig.sidecar.workers(http)
+    counted = {name: after["plugin"][name] - worker["plugin"][name] for name in after["plugin"]}
+    assert counted["loads_timed_out"] == 1
+    assert counted["reservations_lost"] == 1
+    assert counted["hook_errors"] == 0
+
+
+async def test_outputs_that_are_the_whole_answer_only_get_their_ending(rig: Rig, http: aiohttp.ClientSession) -> None:
+    await rig.ready(http)
+    [worker] = await rig.sidecar.workers(http)
+    url = worker["url"] + CHAT
+    body = chat(STORY, max_tokens=8)
+    wanted = await read_stream(http, url, body)
+    for changes in ({}, {"finish": "length"}):
+        answer = await read_stream(http, url, marked(body, resume(wanted.token_ids, "none", **changes)))
+        assert answer.same_as(wanted), answer
+
+
+async def test_outputs_that_a_grammar_does_not_accept_fail_their_request_alone(
+    rig: Rig, http: aiohttp.ClientSession
+) -> None:
+    await rig.ready(http)
+    [worker] = await rig.sidecar.workers(http)
+    url = worker["url"] + CHAT
+    body = chat("Yes or no?", max_tokens=8, structured_outputs={"regex": "(yes|no)"})
+    other = asyncio.create_task(read_stream(http, url, chat(STORY, max_tokens=30)))
+    words = await read_stream(http, url, chat(STORY, max_tokens=4))
+    refused = await read_stream(http, url, marked(body, resume(words.token_ids, "none")))
+    assert refused.error is not None
+    assert (await other).whole
+    assert (await read_stream(http, url, body)).text in ("yes", "no")
