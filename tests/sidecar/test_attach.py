@@ -1,0 +1,220 @@
+"""Engines that others start: found, watched, lost and found again, with real processes."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from midstream.proxy.coordinator import Reason
+from midstream.session.arena import create_arena
+from midstream.session.ticket import TICKET, worker_dir, write_ticket
+from midstream.sidecar import attach
+from midstream.sidecar.attach import Attached
+from midstream.sidecar.supervise import WorkerState
+from midstream.sidecar.workers import Epoch, Worker, Workers
+from support.attached_engine import AttachedEngine
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attach, "POLL_S", 0.02)
+
+
+class Sidecar:
+    """What a sidecar does around one attached worker."""
+
+    def __init__(self, state: Path, url: str) -> None:
+        self.state = state
+        self.folder = worker_dir(state, "w0")
+        self.let_go: list[int] = []
+        self.lost: list[tuple[int, Reason]] = []
+        self.ready_count = 0
+        self.workers = Workers(let_go=lambda epoch: self.let_go.append(epoch.number))
+        self.worker = self.workers.add("w0", url)
+        self.workers.became(self.worker, WorkerState.STARTING)
+
+    async def offer(self, worker: Worker, number: int) -> Path:
+        arena = self.folder / f"{number}.arena"
+        arena.unlink(missing_ok=True)
+        create_arena(arena, slot_count=2, page_count=4)
+        place = {"MIDSTREAM_WORKER": "w0", "MIDSTREAM_EPOCH": str(number), "MIDSTREAM_ARENA": str(arena)}
+        current = worker.current
+        if current is not None and current.pools:
+            place["MIDSTREAM_ADOPT"] = str(current.arena_path)
+        write_ticket(self.folder, place)
+        return arena
+
+    def on_lost(self, epoch: Epoch, reason: Reason) -> None:
+        self.lost.append((epoch.number, reason))
+
+    def on_state(self) -> None:
+        self.ready_count += 1
+
+    @asynccontextmanager
+    async def following(self) -> AsyncIterator["Sidecar"]:
+        attached = Attached(
+            self.worker, self.workers, self.state, self.offer, on_lost=self.on_lost, on_state=self.on_state
+        )
+        task = asyncio.create_task(attached.follow())
+        try:
+            await until(lambda: (self.folder / TICKET).exists())
+            yield self
+            assert not task.done()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def ready(self, number: int) -> Epoch:
+        await until(
+            lambda: (
+                self.worker.state is WorkerState.READY
+                and self.worker.current is not None
+                and self.worker.current.number == number
+            )
+        )
+        assert self.worker.current is not None
+        return self.worker.current
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> AsyncIterator[AttachedEngine]:
+    async with AttachedEngine(worker_dir(tmp_path, "w0")).reachable() as reachable:
+        yield reachable
+
+
+async def test_an_engine_that_claims_its_place_is_known_when_it_is_healthy(
+    tmp_path: Path, engine: AttachedEngine
+) -> None:
+    async with Sidecar(tmp_path, engine.url).following() as sidecar:
+        pid = await engine.start()
+        epoch = await sidecar.ready(1)
+        assert (epoch.pools, sidecar.worker.pid, epoch.facts["pid"]) == (["w0/1/0"], pid, pid)
+        assert epoch.key is not None
+        assert sidecar.ready_count == 1
+
+
+async def test_its_death_is_told_by_the_kernel_and_its_next_start_may_run_in_its_pool(
+    tmp_path: Path, engine: AttachedEngine
+) -> None:
+    async with Sidecar(tmp_path, engine.url).following() as sidecar:
+        pid = await engine.start()
+        first = await sidecar.ready(1)
+        await until(lambda: "MIDSTREAM_ADOPT" in json.loads((sidecar.folder / TICKET).read_text()))
+        await engine.kill()
+        await until(lambda: bool(sidecar.lost))
+        assert sidecar.lost == [(1, Reason.PROCESS_DEATH)]
+        assert f"pid {pid}" in sidecar.worker.text
+        await engine.start()
+        second = await sidecar.ready(2)
+        assert second.facts["adopted"]
+        assert sidecar.workers.candidates()[0].adopted == ("w0", 1)
+        assert first.dead
+        assert sidecar.let_go == [1]
+
+
+async def test_a_new_start_that_nobody_saw_die_loses_the_old_epoch(tmp_path: Path, engine: AttachedEngine) -> None:
+    async with Sidecar(tmp_path, engine.url).following() as sidecar:
+        await engine.start()
+        await sidecar.ready(1)
+        other = AttachedEngine(sidecar.folder)
+        try:
+            await other.start()
+            await sidecar.ready(2)
+            assert sidecar.lost == [(1, Reason.PROCESS_DEATH)]
+        finally:
+            await other.kill()
+
+
+async def test_health_that_fails_for_long_loses_its_sessions_but_not_its_epoch(
+    tmp_path: Path, engine: AttachedEngine
+) -> None:
+    async with Sidecar(tmp_path, engine.url).following() as sidecar:
+        await engine.start()
+        epoch = await sidecar.ready(1)
+        engine.healthy = False
+        await until(lambda: sidecar.worker.state is WorkerState.DEAD)
+        assert sidecar.lost == [(1, Reason.HEALTH)]
+        engine.healthy = True
+        assert await sidecar.ready(1) is epoch
+        assert not epoch.dead
+        assert sidecar.let_go == []
+        await engine.kill()
+        await until(lambda: len(sidecar.lost) == 2)
+
+
+async def test_two_failed_health_checks_are_nothing(tmp_path: Path, engine: AttachedEngine) -> None:
+    async with Sidecar(tmp_path, engine.url).following() as sidecar:
+        await engine.start()
+        await sidecar.ready(1)
+        engine.failures_left = 2
+        await until(lambda: not engine.failures_left)
+        await asyncio.sleep(0.1)
+        assert sidecar.lost == []
+
+
+async def test_a_helper_that_comes_and_goes_is_no_death(tmp_path: Path, engine: AttachedEngine) -> None:
+    async with Sidecar(tmp_path, engine.url).following() as sidecar:
+        await engine.start()
+        await sidecar.ready(1)
+        await engine.tell("helper")
+        await asyncio.sleep(1.2)
+        assert sidecar.lost == []
+        assert sidecar.worker.state is WorkerState.READY
+
+
+async def test_a_rank_that_is_killed_is_the_death_of_its_engine(tmp_path: Path, engine: AttachedEngine) -> None:
+    async with Sidecar(tmp_path, engine.url).following() as sidecar:
+        await engine.start("rank")
+        await sidecar.ready(1)
+        await engine.tell("kill it")
+        await until(lambda: bool(sidecar.lost))
+        assert sidecar.lost == [(1, Reason.PROCESS_DEATH)]
+
+
+async def test_a_restarted_sidecar_finds_the_engine_in_the_epoch_that_it_claimed(
+    tmp_path: Path, engine: AttachedEngine
+) -> None:
+    async with Sidecar(tmp_path, engine.url).following() as before:
+        await engine.start()
+        await before.ready(1)
+    async with Sidecar(tmp_path, engine.url).following() as sidecar:
+        epoch = await sidecar.ready(1)
+        assert epoch.pools == ["w0/1/0"]
+        await engine.kill()
+        await until(lambda: bool(sidecar.lost))
+        assert sidecar.lost == [(1, Reason.PROCESS_DEATH)]
+
+
+async def test_a_restarted_sidecar_takes_nobody_else_for_an_engine_that_died_meanwhile(
+    tmp_path: Path, engine: AttachedEngine
+) -> None:
+    async with Sidecar(tmp_path, engine.url).following() as before:
+        await engine.start()
+        await before.ready(1)
+    await engine.kill()
+    engine.healthy = True
+    async with Sidecar(tmp_path, engine.url).following() as sidecar:
+        epoch = await sidecar.ready(0)
+        assert (epoch.pools, epoch.key) == ([], None)
+        assert sidecar.let_go == [1]
+
+
+async def test_an_engine_without_the_plugin_is_served_and_the_remedy_is_logged(
+    tmp_path: Path, engine: AttachedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Sidecar(tmp_path, engine.url).following() as sidecar:
+        engine.healthy = True
+        epoch = await sidecar.ready(0)
+        assert (epoch.arena_path, epoch.key) == (None, None)
+        assert "event=no_plugin worker=w0" in caplog.text
+        await engine.start()
+        await sidecar.ready(1)

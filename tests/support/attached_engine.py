@@ -1,0 +1,115 @@
+"""An engine that others start: a real process that claims its place and publishes facts, and a health route beside it.
+
+Run as a program it is that process: `python attached_engine.py FOLDER MODE`, where MODE is what it does besides.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from aiohttp import web
+
+from midstream.session.arena_writer import ArenaWriter
+from midstream.session.ticket import claim_ticket
+
+KEY = {
+    name: name
+    for name in (
+        "engine",
+        "engine_version",
+        "device",
+        "model",
+        "tokenizer",
+        "dtype",
+        "kv_dtype",
+        "kv_layout",
+        "parallel",
+    )
+}
+
+
+class AttachedEngine:
+    """The health route and the process of one worker."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.healthy = False
+        self.failures_left = 0
+        self.url = ""
+        self.process: asyncio.subprocess.Process | None = None
+
+    @asynccontextmanager
+    async def reachable(self) -> AsyncIterator["AttachedEngine"]:
+        """Answer /health at `url`."""
+
+        async def health(_: web.Request) -> web.Response:
+            if self.failures_left:
+                self.failures_left -= 1
+                return web.Response(status=503)
+            return web.Response(status=200 if self.healthy else 503)
+
+        app = web.Application()
+        app.router.add_get("/health", health)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        try:
+            yield self
+        finally:
+            await self.kill()
+            await runner.cleanup()
+
+    async def start(self, mode: str = "plain") -> int:
+        """Start the process; it has claimed its place when this returns. Its pid."""
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable, __file__, str(self._folder), mode, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self.process.stdout is not None
+        assert (await self.process.stdout.readline()).strip() == b"claimed"
+        self.healthy = True
+        return self.process.pid
+
+    async def tell(self, word: str) -> None:
+        """Have the process do the thing that its mode is about."""
+        assert self.process is not None
+        assert self.process.stdin is not None
+        self.process.stdin.write(word.encode() + b"\n")
+        await self.process.stdin.drain()
+
+    async def kill(self) -> None:
+        """SIGKILL, if it lives."""
+        process, self.process = self.process, None
+        self.healthy = False
+        if process is None:
+            return
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+def main(folder: str, mode: str) -> None:
+    """Be the engine."""
+    place = claim_ticket(Path(folder))
+    arena = ArenaWriter.open(place["MIDSTREAM_ARENA"])
+    pool = f"{place['MIDSTREAM_WORKER']}/{place['MIDSTREAM_EPOCH']}/0"
+    rank = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) if mode == "rank" else None
+    adopted = "MIDSTREAM_ADOPT" in place
+    arena.publish({"engine": "vllm", "pid": os.getpid(), "key": KEY, "pools": [pool], "adopted": adopted})
+    print("claimed", flush=True)
+    for line in sys.stdin:
+        if line.strip() == "helper":
+            subprocess.run([sys.executable, "-c", "import time; time.sleep(0.6)"], check=True)
+        elif rank is not None:
+            rank.kill()
+    time.sleep(60)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
