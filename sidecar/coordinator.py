@@ -11,20 +11,29 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from ..proxy.coordinator import Outcome, Placement, Reason, SessionFacts
 from ..session.errors import Refused
 from ..session.ids import SessionId
 from ..session.marker import Marker, Resume
 from ..session.records import LoadState, Slot, SlotState
-from ..session.tracker import Failed, SessionState, Tracker
+from ..session.tracker import SessionState, Tracker
 from .choice import Account, Plan, Tier, known_outputs, plan
+from .kv_restores import KvRestores, Mover
 from .metrics import Metrics
-from .mover.protocol import MoverError, RestoreResult, StoredResult, VerifyResult
-from .mover.protocol import Reason as MoverReason
+from .session_record import (
+    Place,
+    Record,
+    finish_of,
+    has_kv,
+    has_settled,
+    outcome_of,
+    output_max,
+    told,
+    wants_logprobs,
+)
 from .workers import Epoch, Workers
 
 _LOG = logging.getLogger("midstream.coordinator")
@@ -38,36 +47,7 @@ LOOK_AGAIN_S = 0.5
 CONCLUDE_EVERY_S = 0.01
 # The kernel tells of a death within this time of the connection that broke.
 DEATH_NEWS_S = 0.25
-NO_HASH = "0" * 32
 LEAST_EXACT_FIRST = (Outcome.REFUSED, Outcome.RESTARTED, Outcome.RECOMPUTED, Outcome.EXACT)
-
-
-class Mover(Protocol):
-    """What the coordinator asks of the mover process (mover/client.py). Each call raises MoverError."""
-
-    async def restore(
-        self,
-        session: SessionId,
-        *,
-        source: tuple[Path, int] | None,
-        to_arena: Path,
-        to_generation: int,
-        deadline_s: float,
-    ) -> RestoreResult:
-        """Fill a waiting session's blocks."""
-        ...
-
-    async def verify(self, arena: Path, session: SessionId, generation: int) -> VerifyResult:
-        """Compare a session's blocks with their checksums."""
-        ...
-
-    async def stored(self, session: SessionId) -> StoredResult:
-        """The snapshot on disk that a restore would use."""
-        ...
-
-    async def finish(self, session: SessionId, generation: int) -> None:
-        """What is stored of a session may go first."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,48 +57,6 @@ class CoordinatorSettings:
     takeover_timeout_s: float = 600.0
     load_timeout_s: float = 10.0
     tiers: frozenset[Tier] = frozenset(Tier)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """A generation of a session on an epoch."""
-
-    session: SessionId
-    epoch: Epoch
-    generation: int
-
-    def slot(self) -> Slot | None:
-        """Its record in the epoch's arena, if there is one."""
-        self.epoch.learn()
-        return None if self.epoch.arena is None else self.epoch.arena.find(self.session, self.generation)
-
-    def kv_len(self, slot: Slot) -> int:
-        """How many leading positions have KV there."""
-        return 0 if self.epoch.arena is None else self.epoch.arena.kv_len(slot)
-
-    def journal(self, slot: Slot) -> tuple[int, ...]:
-        """What was journaled there."""
-        return () if self.epoch.arena is None else tuple(self.epoch.arena.journal(slot))
-
-
-@dataclass(slots=True)
-class Record:
-    """One session. `source` is the place whose KV counts; it may be older than the owner."""
-
-    facts: SessionFacts
-    tracker: Tracker
-    owner: Place
-    source: Place
-    interrupted: "asyncio.Future[Reason]"
-    began_s: float
-    plan: Plan | None = None
-    known: tuple[int, ...] = ()
-    suspects: dict[tuple[str, int], float] = field(default_factory=dict)
-    restore: "asyncio.Task[RestoreResult] | None" = None
-    kv_lost: bool = False
-    prompt_hash: str = NO_HASH
-    gap_s: float | None = None
-    concluding: "asyncio.Task[None] | None" = None
 
 
 class SidecarCoordinator:
@@ -135,10 +73,14 @@ class SidecarCoordinator:
         suspect: Callable[[str, int, Reason], None] = lambda worker, epoch, reason: None,
     ) -> None:
         self._workers = workers
-        self._mover = mover
+        self._kv = KvRestores(
+            mover,
+            metrics,
+            stores=stores and Tier.DISK in settings.tiers,
+            load_timeout_s=settings.load_timeout_s,
+        )
         self._metrics = metrics
         self._settings = settings
-        self._stores = stores
         self._suspect = suspect
         self._records: dict[SessionId, Record] = {}
         self._finishing: set[asyncio.Task[None]] = set()
@@ -242,19 +184,19 @@ class SidecarCoordinator:
         if record.gap_s is None:
             return True
         slot = record.owner.slot()
-        if not (over or _has_settled(record, slot)):
+        if not (over or has_settled(record, slot)):
             return False
         gap_s, record.gap_s = record.gap_s, None
         self._came_to(record, slot, gap_s)
         # A first token that was only journaled can be sent before the engine has any KV: the old place is kept then.
-        if record.source is not record.owner and _has_kv(record, slot):
+        if record.source is not record.owner and has_kv(record, slot):
             self._move_source(record, record.owner)
         self._stop_restore(record)
         return True
 
     def _came_to(self, record: Record, slot: Slot | None, gap_s: float | None) -> None:
         """The last failover is over; `gap_s` is None if the client has noticed nothing of it yet."""
-        outcome, failed = _outcome(record, slot, gap_s or 0.0)
+        outcome, failed = outcome_of(record, slot, gap_s or 0.0)
         record.tracker = record.tracker.resumed(failed)
         failed = record.tracker.failovers[-1]
         self._metrics.failover(
@@ -291,14 +233,9 @@ class SidecarCoordinator:
             record.tracker = record.tracker.ended(SessionState(ending))
         for epoch in {id(p.epoch): p.epoch for p in (record.owner, record.source)}.values():
             self._workers.unassign(facts.session, epoch)
-        self._history.append(_told(record))
-        if self._stores:
-            self._finishing.add(task := asyncio.create_task(self._finish_stored(record)))
-            task.add_done_callback(self._finishing.discard)
-
-    async def _finish_stored(self, record: Record) -> None:
-        with suppress(MoverError):
-            await self._mover.finish(record.facts.session, record.tracker.generation)
+        self._history.append(told(record))
+        self._finishing.add(task := asyncio.create_task(self._kv.finished(record)))
+        task.add_done_callback(self._finishing.discard)
 
     def plain_upstream(self) -> str:
         """A ready worker for what is not a session."""
@@ -311,7 +248,7 @@ class SidecarCoordinator:
 
     def sessions(self) -> list[dict[str, Any]]:
         """Running sessions, then ended ones, newest last."""
-        return [*self._history, *(_told(r) for r in self._records.values())]
+        return [*self._history, *(told(r) for r in self._records.values())]
 
     @property
     def open_count(self) -> int:
@@ -341,7 +278,7 @@ class SidecarCoordinator:
                 if record.suspects.get((c.worker, c.epoch), 0.0) <= now
             ]  # fmt: skip
             chosen = plan(account, candidates, without_kv=without_kv, tiers=self._settings.tiers)
-            if chosen is not None and chosen.tier is Tier.IN_PLACE and not await self._verified(record):
+            if chosen is not None and chosen.tier is Tier.IN_PLACE and not await self._kv.verified(record):
                 record.kv_lost = True
                 continue
             if chosen is not None:
@@ -372,7 +309,7 @@ class SidecarCoordinator:
             and not record.source.epoch.overwritten
             and not record.kv_lost
         )
-        stored = await self._stored(record)
+        stored = await self._kv.stored(record)
         if slot is not None:
             record.prompt_hash = slot.prompt_hash
         elif stored is not None:
@@ -381,49 +318,15 @@ class SidecarCoordinator:
             journal=record.known,
             delivered=tuple(delivered),
             prompt_len=slot.prompt_len if slot else (stored.prompt_len if stored else 0),
-            finish=_finish(record) if outputs == record.known else "",
-            output_max=_output_max(record.facts.body),
-            wants_logprobs=_wants_logprobs(record.facts.body),
+            finish=finish_of(record) if outputs == record.known else "",
+            output_max=output_max(record.facts.body),
+            wants_logprobs=wants_logprobs(record.facts.body),
             streamed=record.facts.stream,
             held_kv=held,
             stored_kv_len=stored.kv_len if stored is not None else 0,
             epoch=record.source.epoch.id,
             key=record.source.epoch.key,
         )
-
-    async def _stored(self, record: Record) -> StoredResult | None:
-        if not self._stores or Tier.DISK not in self._settings.tiers:
-            return None
-        try:
-            found = await self._mover.stored(record.facts.session)
-        except MoverError as error:
-            _LOG.warning("event=stored session=%s error=%s", record.facts.session, error)
-            return None
-        return found if found.found else None
-
-    async def _verified(self, record: Record) -> bool:
-        """In place nothing is copied, so the bytes are compared with their checksums before they are used."""
-        source = record.source
-        if source.epoch.arena_path is None:
-            return False
-        needed = self._kv_len(record)
-        try:
-            checked = await self._mover.verify(source.epoch.arena_path, record.facts.session, source.generation)
-        except MoverError as error:
-            # Unverifiable is not damaged: the mover may just have been restarted and have no checksums.
-            _LOG.warning("event=verify session=%s error=%s", record.facts.session, error)
-            return error.reason in (MoverReason.UNREACHABLE, MoverReason.DEADLINE)
-        good = checked.tokens
-        if good < needed:
-            _LOG.error(
-                "event=verify session=%s worker=%s good=%d needed=%d",
-                record.facts.session, record.source.epoch.worker, good, needed,
-            )  # fmt: skip
-        return good >= needed
-
-    def _kv_len(self, record: Record) -> int:
-        slot = record.source.slot()
-        return 0 if slot is None else slot.prompt_len + max(len(record.known) - 1, 0)
 
     def _place(self, record: Record, chosen: Plan) -> Placement:
         worker = self._workers.get(chosen.candidate.worker)
@@ -443,7 +346,7 @@ class SidecarCoordinator:
         record.interrupted = _future()
         self._workers.assign(record.facts.session, epoch)
         if chosen.tier in (Tier.HELD, Tier.IN_PLACE, Tier.DISK):
-            record.restore = asyncio.create_task(self._restore(record, chosen.tier))
+            record.restore = asyncio.create_task(self._kv.restore(record, chosen.tier))
         return Placement(
             worker.name,
             worker.url,
@@ -452,35 +355,6 @@ class SidecarCoordinator:
             expected=chosen.expected,
             finish=chosen.finish or None,
         )
-
-    async def _restore(self, record: Record, tier: Tier) -> RestoreResult:
-        """Have the mover fill the new owner's blocks; in place it is needed only for blocks that were shared."""
-        source, target = record.source, record.owner
-        assert target.epoch.arena_path is not None
-        from_arena = None
-        if tier is not Tier.DISK:
-            assert source.epoch.arena_path is not None
-            from_arena = (source.epoch.arena_path, source.generation)
-        try:
-            result = await self._mover.restore(
-                record.facts.session,
-                source=from_arena,
-                to_arena=target.epoch.arena_path,
-                to_generation=target.generation,
-                deadline_s=self._settings.load_timeout_s,
-            )
-        except MoverError as error:
-            result = RestoreResult(False, reason=error.reason.value, error=str(error))
-        if result.ok:
-            self._metrics.restore_s.observe(result.seconds)
-        elif tier is not Tier.IN_PLACE:
-            self._metrics.restores_refused.labels(result.reason).inc()
-            _LOG.warning(
-                "event=restore session=%s worker=%s generation=%d tier=%s reason=%s error=%s",
-                record.facts.session, target.epoch.worker, target.generation, tier.value, result.reason,
-                result.error,
-            )  # fmt: skip
-        return result
 
     def _settle_source(self, record: Record) -> bool:
         """After an interruption: which place has the KV, and what was journaled; True if it is the owner's now."""
@@ -541,107 +415,5 @@ def _future() -> "asyncio.Future[Reason]":
     return asyncio.get_running_loop().create_future()
 
 
-def _output_max(body: dict[str, Any]) -> int | None:
-    for name in ("max_completion_tokens", "max_tokens"):
-        value = body.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    return None
-
-
-def _wants_logprobs(body: dict[str, Any]) -> bool:
-    logprobs = body.get("logprobs")
-    return logprobs is not None and logprobs is not False
-
-
-def _has_settled(record: Record, slot: Slot | None) -> bool:
-    """Whether the new owner's engine has said all about its KV that it will say."""
-    if slot is None or record.plan is None or not record.plan.outputs or record.plan.finish:
-        return True
-    if slot.state is not SlotState.LIVE or slot.loaded + slot.recomputed > 0:
-        return True
-    return len(record.owner.journal(slot)) > slot.resumed
-
-
-def _has_kv(record: Record, slot: Slot | None) -> bool:
-    """Whether the new owner has the KV of all that it goes on from; true where it has no use for any."""
-    if record.plan is None or not record.plan.outputs or record.owner.epoch.arena is None:
-        return True
-    if slot is None:
-        return False
-    return slot.load is LoadState.DONE or len(record.owner.journal(slot)) > slot.resumed
-
-
-def _finish(record: Record) -> str:
-    """How the engine ended the very outputs that are known, if it did: the end of another story is none."""
-    for place in (record.owner, record.source):
-        slot = place.slot()
-        if slot is not None and slot.finish and place.journal(slot) == record.known:
-            return slot.finish
-    return ""
-
-
 def _id(chosen: Plan) -> tuple[str, int]:
     return chosen.candidate.worker, chosen.candidate.epoch
-
-
-def _outcome(record: Record, slot: Slot | None, gap_s: float) -> tuple[Outcome, Failed]:
-    """What a failover came to, by what the new owner's engine reported of itself."""
-    chosen = record.plan
-    assert chosen is not None
-    loaded, again = (slot.loaded, slot.recomputed) if slot is not None else (0, 0)
-    detail = chosen.detail
-    tier = chosen.tier
-    if chosen.finish and chosen.outputs:
-        outcome, loaded, again = Outcome.EXACT, 0, 0
-    elif tier in (Tier.HELD, Tier.IN_PLACE, Tier.DISK):
-        if slot is not None and slot.load is LoadState.DONE:
-            outcome = Outcome.EXACT
-        else:
-            outcome, tier = Outcome.RECOMPUTED, Tier.JOURNAL
-            result = record.restore.result() if record.restore and record.restore.done() else None
-            detail = result.reason if result is not None and result.reason else "the engine did not get its KV"
-    elif tier is Tier.JOURNAL:
-        outcome = Outcome.RECOMPUTED
-    else:
-        outcome = Outcome.RESTARTED if not chosen.expected else Outcome.RECOMPUTED
-    return outcome, Failed(
-        reason="",
-        outcome=outcome.value,
-        tier=tier.value,
-        worker=chosen.candidate.worker,
-        cut=len(chosen.outputs),
-        lag=len(chosen.expected) - len(chosen.outputs),
-        kv_tokens_loaded=loaded,
-        tokens_recomputed=again,
-        gap_ms=round(gap_s * 1000, 1),
-        detail=detail,
-    )
-
-
-def _told(record: Record) -> dict[str, Any]:
-    tracker = record.tracker
-    return {
-        "session": record.facts.session,
-        "path": record.facts.path,
-        "worker": record.owner.epoch.worker,
-        "epoch": record.owner.epoch.number,
-        "generation": tracker.generation,
-        "state": tracker.state.value,
-        "age_s": round(time.monotonic() - record.began_s, 1),
-        "outcomes": [
-            {
-                "reason": f.reason,
-                "outcome": f.outcome,
-                "tier": f.tier,
-                "worker": f.worker,
-                "cut": f.cut,
-                "lag": f.lag,
-                "gap_ms": f.gap_ms,
-                "kv_tokens_loaded": f.kv_tokens_loaded,
-                "tokens_recomputed": f.tokens_recomputed,
-                "detail": f.detail,
-            }
-            for f in tracker.failovers
-        ],
-    }

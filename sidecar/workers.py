@@ -184,7 +184,8 @@ def _adoptable(worker: Worker) -> Epoch | None:
     """The epoch whose pool the next start may run in.
 
     An engine keeps the blocks of one arena's sessions. Where that pool is the memory of the epoch before it, sessions
-    that have not left that one would be written over: then the next engine gets a pool of its own, and theirs is copied.
+    that have not left that one would be written over: then the next engine gets a pool of its own, and theirs is
+    copied.
     """
     newest = next((e for e in reversed(worker.older) if e.pools), None)
     if newest is not None and newest.facts.get("adopted") and newest.adopt is not None and newest.adopt.sessions:

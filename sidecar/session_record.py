@@ -1,0 +1,163 @@
+"""One session as the coordinator keeps it: who owns it, where its KV is, and what its takeovers came to.
+
+Owns the record and what can be read from it and the arenas. It asks nobody and changes no epoch.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..proxy.coordinator import Outcome, Reason, SessionFacts
+from ..session.ids import SessionId
+from ..session.records import LoadState, Slot, SlotState
+from ..session.tracker import Failed, Tracker
+from .choice import Plan, Tier
+from .mover.protocol import RestoreResult
+from .workers import Epoch
+
+NO_HASH = "0" * 32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """A generation of a session on an epoch."""
+
+    session: SessionId
+    epoch: Epoch
+    generation: int
+
+    def slot(self) -> Slot | None:
+        """Its record in the epoch's arena, if there is one."""
+        self.epoch.learn()
+        return None if self.epoch.arena is None else self.epoch.arena.find(self.session, self.generation)
+
+    def kv_len(self, slot: Slot) -> int:
+        """How many leading positions have KV there."""
+        return 0 if self.epoch.arena is None else self.epoch.arena.kv_len(slot)
+
+    def journal(self, slot: Slot) -> tuple[int, ...]:
+        """What was journaled there."""
+        return () if self.epoch.arena is None else tuple(self.epoch.arena.journal(slot))
+
+
+@dataclass(slots=True)
+class Record:
+    """One session. `source` is the place whose KV counts; it may be older than the owner."""
+
+    facts: SessionFacts
+    tracker: Tracker
+    owner: Place
+    source: Place
+    interrupted: "asyncio.Future[Reason]"
+    began_s: float
+    plan: Plan | None = None
+    known: tuple[int, ...] = ()
+    suspects: dict[tuple[str, int], float] = field(default_factory=dict)
+    restore: "asyncio.Task[RestoreResult] | None" = None
+    kv_lost: bool = False
+    prompt_hash: str = NO_HASH
+    gap_s: float | None = None
+    concluding: "asyncio.Task[None] | None" = None
+
+
+def output_max(body: dict[str, Any]) -> int | None:
+    for name in ("max_completion_tokens", "max_tokens"):
+        value = body.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def wants_logprobs(body: dict[str, Any]) -> bool:
+    logprobs = body.get("logprobs")
+    return logprobs is not None and logprobs is not False
+
+
+def has_settled(record: Record, slot: Slot | None) -> bool:
+    """Whether the new owner's engine has said all about its KV that it will say."""
+    if slot is None or record.plan is None or not record.plan.outputs or record.plan.finish:
+        return True
+    if slot.state is not SlotState.LIVE or slot.loaded + slot.recomputed > 0:
+        return True
+    return len(record.owner.journal(slot)) > slot.resumed
+
+
+def has_kv(record: Record, slot: Slot | None) -> bool:
+    """Whether the new owner has the KV of all that it goes on from; true where it has no use for any."""
+    if record.plan is None or not record.plan.outputs or record.owner.epoch.arena is None:
+        return True
+    if slot is None:
+        return False
+    return slot.load is LoadState.DONE or len(record.owner.journal(slot)) > slot.resumed
+
+
+def finish_of(record: Record) -> str:
+    """How the engine ended the very outputs that are known, if it did: the end of another story is none."""
+    for place in (record.owner, record.source):
+        slot = place.slot()
+        if slot is not None and slot.finish and place.journal(slot) == record.known:
+            return slot.finish
+    return ""
+
+
+def outcome_of(record: Record, slot: Slot | None, gap_s: float) -> tuple[Outcome, Failed]:
+    """What a failover came to, by what the new owner's engine reported of itself."""
+    chosen = record.plan
+    assert chosen is not None
+    loaded, again = (slot.loaded, slot.recomputed) if slot is not None else (0, 0)
+    detail = chosen.detail
+    tier = chosen.tier
+    if chosen.finish and chosen.outputs:
+        outcome, loaded, again = Outcome.EXACT, 0, 0
+    elif tier in (Tier.HELD, Tier.IN_PLACE, Tier.DISK):
+        if slot is not None and slot.load is LoadState.DONE:
+            outcome = Outcome.EXACT
+        else:
+            outcome, tier = Outcome.RECOMPUTED, Tier.JOURNAL
+            result = record.restore.result() if record.restore and record.restore.done() else None
+            detail = result.reason if result is not None and result.reason else "the engine did not get its KV"
+    elif tier is Tier.JOURNAL:
+        outcome = Outcome.RECOMPUTED
+    else:
+        outcome = Outcome.RESTARTED if not chosen.expected else Outcome.RECOMPUTED
+    return outcome, Failed(
+        reason="",
+        outcome=outcome.value,
+        tier=tier.value,
+        worker=chosen.candidate.worker,
+        cut=len(chosen.outputs),
+        lag=len(chosen.expected) - len(chosen.outputs),
+        kv_tokens_loaded=loaded,
+        tokens_recomputed=again,
+        gap_ms=round(gap_s * 1000, 1),
+        detail=detail,
+    )
+
+
+def told(record: Record) -> dict[str, Any]:
+    tracker = record.tracker
+    return {
+        "session": record.facts.session,
+        "path": record.facts.path,
+        "worker": record.owner.epoch.worker,
+        "epoch": record.owner.epoch.number,
+        "generation": tracker.generation,
+        "state": tracker.state.value,
+        "age_s": round(time.monotonic() - record.began_s, 1),
+        "outcomes": [
+            {
+                "reason": f.reason,
+                "outcome": f.outcome,
+                "tier": f.tier,
+                "worker": f.worker,
+                "cut": f.cut,
+                "lag": f.lag,
+                "gap_ms": f.gap_ms,
+                "kv_tokens_loaded": f.kv_tokens_loaded,
+                "tokens_recomputed": f.tokens_recomputed,
+                "detail": f.detail,
+            }
+            for f in tracker.failovers
+        ],
+    }
