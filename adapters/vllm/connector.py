@@ -66,7 +66,7 @@ class MidstreamConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler_side.on_new_request(request, marker)
 
     @guarded(default=(0, False))
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self.scheduler_side is None:
             return 0, False
         return self.scheduler_side.matched(request, num_computed_tokens)

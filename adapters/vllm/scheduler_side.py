@@ -68,6 +68,7 @@ class SchedulerSide:
         self._tracked: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         self._loading: dict[str, tuple[SlotWriter, tuple[int, ...]]] = {}
+        self._block_pool: Any = None
         self._quarantine: Quarantine | None = None
         self._ended_in_step: list[Tracked] | None = None
         self._reservations: Reservations | None = None
@@ -78,6 +79,7 @@ class SchedulerSide:
 
     def bind_block_pool(self, block_pool: Any) -> None:
         """Called once, before the first request: reserve the blocks of sessions that may come back in place."""
+        self._block_pool = block_pool
         self._quarantine = Quarantine(block_pool)
         if self._settings.adopt is None or not self._adopted:
             return
@@ -121,11 +123,11 @@ class SchedulerSide:
                 slot.report(LoadState.FAILED, 0, 0)
         self._tracked[request.request_id] = Tracked(request, marker, slot, phase)
 
-    def matched(self, request: Any, local_tokens: int) -> tuple[int, bool]:
-        """How many positions will be loaded: all but the last, once, and asynchronously."""
+    def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        """How many positions will be loaded: all but the last, once, and asynchronously; None: ask again later."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.phase not in (Phase.FRESH, Phase.OFFERED):
-            return 0, False
+            return None if self._gives_way(request) else 0, False
         request.skip_reading_prefix_cache = False
         tokens = request.num_tokens - 1
         if local_tokens or tokens < 1 or not tracked.slot.alive:
@@ -139,6 +141,18 @@ class SchedulerSide:
                 return 0, False
         tracked.phase = Phase.OFFERED
         return tokens, True
+
+    def _gives_way(self, request: Any) -> bool:
+        """Whether a request is to be passed over for sessions that need nothing but the blocks reserved for them.
+
+        vLLM's queue stops at the first request that there is no room for. The room is in the reserved blocks, and those
+        they are reserved for may stand behind it: neither would ever move.
+        """
+        if self._reservations is None or self._block_pool is None:
+            return False
+        if -(-request.num_tokens // self._block_tokens) <= self._block_pool.get_num_free_blocks():
+            return False
+        return any(t.phase is Phase.FRESH and self._reservations.table(t.session) for t in self._tracked.values())
 
     def allocated(self, request: Any, block_ids: list[int], external_tokens: int) -> None:
         """The scheduler made room for the positions that `matched` promised."""
