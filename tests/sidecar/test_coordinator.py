@@ -1,0 +1,611 @@
+"""The coordinator over real arenas: owners, places of KV, outcomes and refusals, one decision at a time."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from midstream.proxy.coordinator import Outcome, Placement, Reason, SessionFacts
+from midstream.session.arena import LoadState, create_arena
+from midstream.session.arena_writer import ArenaWriter, SlotWriter
+from midstream.session.errors import Refused
+from midstream.session.ids import SessionId
+from midstream.session.key import REQUIRED
+from midstream.session.marker import KvSource
+from midstream.sidecar import coordinator as module
+from midstream.sidecar.choice import Tier
+from midstream.sidecar.coordinator import CoordinatorSettings, SidecarCoordinator
+from midstream.sidecar.metrics import Metrics
+from midstream.sidecar.mover.protocol import MoverError, RestoreResult, StoredResult, VerifyResult
+from midstream.sidecar.mover.protocol import Reason as MoverReason
+from midstream.sidecar.supervise import WorkerState
+from midstream.sidecar.workers import Epoch, Workers
+
+S = SessionId("5" * 32)
+HASH = "ab" * 16
+PROMPT_LEN = 5
+KEY = {name: name for name in REQUIRED}
+
+
+@dataclass
+class FakeMover:
+    """Says what a test has it say."""
+
+    verified: VerifyResult | MoverError = field(default_factory=lambda: VerifyResult(1000, 1000, 0, 0, 0))
+    found: StoredResult | MoverError = field(default_factory=lambda: StoredResult(False))
+    restored: RestoreResult | MoverError = field(default_factory=lambda: RestoreResult(True, seconds=0.1))
+    restores: list[tuple[tuple[Path, int] | None, Path, int]] = field(default_factory=list)
+    finished: list[tuple[SessionId, int]] = field(default_factory=list)
+    during: asyncio.Event | None = None
+
+    async def restore(
+        self,
+        session: SessionId,
+        *,
+        source: tuple[Path, int] | None,
+        to_arena: Path,
+        to_generation: int,
+        deadline_s: float,
+    ) -> RestoreResult:
+        self.restores.append((source, to_arena, to_generation))
+        return self._say(self.restored)
+
+    async def verify(self, arena: Path, session: SessionId, generation: int) -> VerifyResult:
+        if self.during is not None:
+            await self.during.wait()
+        return self._say(self.verified)
+
+    async def stored(self, session: SessionId) -> StoredResult:
+        return self._say(self.found)
+
+    async def finish(self, session: SessionId, generation: int) -> None:
+        self.finished.append((session, generation))
+
+    def _say(self, what: Any) -> Any:
+        if isinstance(what, MoverError):
+            raise what
+        return what
+
+
+class Engine:
+    """One epoch's writer; every session's slot by generation."""
+
+    def __init__(self, epoch: Epoch) -> None:
+        assert epoch.arena_path is not None
+        self.epoch = epoch
+        self.writer = ArenaWriter.open(epoch.arena_path)
+
+    def admit(self, placement: Placement, *tokens: int) -> SlotWriter:
+        """Take a placement's session up, and write tokens of its own."""
+        marker = placement.marker
+        outputs = marker.resume.outputs if marker.resume is not None else ()
+        slot = self.writer.admit(marker.session, marker.generation, PROMPT_LEN, HASH, outputs)
+        assert slot is not None
+        slot.set_blocks([1, 2, 3])
+        slot.append_tokens(tokens)
+        return slot
+
+
+class Rig:
+    """A coordinator with workers that start and die at a test's word."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.folder = folder
+        self.mover = FakeMover()
+        self.metrics = Metrics()
+        self.let_go: list[tuple[str, int]] = []
+        self.suspected: list[tuple[str, int, Reason]] = []
+        self.workers = Workers(let_go=lambda epoch: self.let_go.append(epoch.id))
+        stores = settings.pop("stores", False)
+        self.coordinator = SidecarCoordinator(
+            self.workers,
+            self.mover,
+            self.metrics,
+            CoordinatorSettings(**{"takeover_timeout_s": 5.0, "load_timeout_s": 0.2, **settings}),
+            stores=stores,
+            suspect=lambda *what: self.suspected.append(what),
+        )
+
+    def start(self, name: str, number: int = 1, *, adopted: bool = False, key: dict[str, str] | None = None) -> Engine:
+        known = {w.name: w for w in self.workers.all()}
+        worker = known.get(name) or self.workers.add(name, f"http://{name}")
+        arena = self.folder / f"{name}-{number}.arena"
+        create_arena(arena, slot_count=8, page_count=64)
+        engine = Engine(self.workers.begin_epoch(worker, number, arena))
+        self.workers.became(worker, WorkerState.STARTING)
+        pools = [f"{name}/{number}/0"]
+        engine.writer.publish({"engine": "vllm", "key": key or KEY, "pools": pools, "adopted": adopted})
+        self.workers.became(worker, WorkerState.READY)
+        self.coordinator.workers_changed()
+        return engine
+
+    def start_bare(self, name: str) -> None:
+        """An engine without the plugin."""
+        worker = self.workers.add(name, f"http://{name}")
+        self.workers.begin_epoch(worker, 1, None)
+        self.workers.became(worker, WorkerState.READY)
+
+    def die(self, engine: Engine, state: WorkerState = WorkerState.DEAD) -> None:
+        self.workers.became(self.workers.get(engine.epoch.worker), state)
+        self.coordinator.epoch_lost(engine.epoch, Reason.PROCESS_DEATH)
+
+    async def over(
+        self, last: Placement, *delivered: int, reason: Reason = Reason.PROCESS_DEATH, facts: SessionFacts | None = None
+    ) -> Placement:
+        return await self.coordinator.take_over(facts or asked(), last, reason, delivered)
+
+    def told(self) -> dict[str, Any]:
+        return self.coordinator.sessions()[-1]
+
+
+def asked(stream: bool = True, **body: Any) -> SessionFacts:
+    return SessionFacts(S, "/v1/completions", body, stream)
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    rig = Rig(tmp_path)
+    yield rig
+    if rig.coordinator.open_count:
+        rig.coordinator.ended(asked(), "finished")
+
+
+async def test_a_session_begins_where_there_is_most_room(rig: Rig) -> None:
+    first, second = rig.start("w0"), rig.start("w1")
+    rig.workers.assign(SessionId("1" * 32), first.epoch)
+    placement = await rig.coordinator.admit(asked())
+    assert (placement.worker, placement.base_url, placement.marker.generation) == ("w1", "http://w1", 1)
+    assert S in second.epoch.sessions
+
+
+async def test_nobody_ready_is_a_refusal_that_names_the_workers(rig: Rig) -> None:
+    engine = rig.start("w0")
+    rig.die(engine)
+    with pytest.raises(Refused, match="w0 is dead") as loading:
+        await rig.coordinator.admit(asked())
+    assert (loading.value.reason, loading.value.retry_after_s) == ("loading", 2)
+    rig.die(engine, WorkerState.FAILED)
+    with pytest.raises(Refused) as nobody:
+        rig.coordinator.plain_upstream()
+    assert nobody.value.reason == "no_worker"
+
+
+async def test_a_draining_sidecar_takes_nothing_new_but_takes_over(rig: Rig) -> None:
+    first = rig.start("w0")
+    placement = await rig.coordinator.admit(asked())
+    first.admit(placement, 1, 2)
+    rig.start("w1")
+    rig.coordinator.draining = True
+    with pytest.raises(Refused, match="draining"):
+        await rig.coordinator.admit(asked())
+    rig.die(first)
+    assert (await rig.over(placement, 1)).worker == "w1"
+
+
+async def test_a_death_is_told_to_every_session_of_its_epoch_once(rig: Rig) -> None:
+    engine = rig.start("w0")
+    placement = await rig.coordinator.admit(asked())
+    rig.die(engine)
+    rig.coordinator.epoch_lost(engine.epoch, Reason.STALL)
+    assert placement.interrupted.result() is Reason.PROCESS_DEATH
+
+
+async def test_a_standby_gets_the_journal_and_the_mover_fills_its_blocks(rig: Rig) -> None:
+    first = rig.start("w0")
+    placement = await rig.coordinator.admit(asked())
+    first.admit(placement, 1, 2, 3)
+    standby = rig.start("w1")
+    rig.die(first)
+    taken = await rig.over(placement, 1, 2)
+    resume = taken.marker.resume
+    assert resume is not None
+    assert (resume.outputs, resume.kv, resume.prompt_hash) == ((1, 2, 3), KvSource.HELD, HASH)
+    assert (taken.marker.generation, taken.expected) == (2, (1, 2, 3))
+    slot = standby.admit(taken)
+    await asyncio.sleep(0)
+    assert rig.mover.restores == [((first.epoch.arena_path, 1), standby.epoch.arena_path, 2)]
+    slot.report(LoadState.DONE, 7, 1)
+    slot.append_tokens([4])
+    rig.coordinator.resumed(asked(), taken, 0.25)
+    assert rig.coordinator.outcome(asked()) is Outcome.EXACT
+    (told,) = rig.told()["outcomes"]
+    assert (told["tier"], told["cut"], told["lag"], told["kv_tokens_loaded"], told["tokens_recomputed"]) == (
+        "held", 3, 0, 7, 1,
+    )  # fmt: skip
+    assert told["gap_ms"] == 250.0
+
+
+async def test_the_restarted_engine_goes_on_in_place_if_its_blocks_are_sound(rig: Rig) -> None:
+    first = rig.start("w0")
+    placement = await rig.coordinator.admit(asked())
+    first.admit(placement, 1, 2)
+    rig.die(first)
+    waiting = asyncio.create_task(rig.over(placement, 1))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    rig.start("w0", 2, adopted=True)
+    taken = await waiting
+    assert taken.marker.resume is not None
+    assert taken.marker.resume.kv is KvSource.IN_PLACE
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        (VerifyResult(4, 4, 1, 0, 1), KvSource.NONE),
+        (MoverError(MoverReason.SESSION, "not there"), KvSource.NONE),
+        (MoverError(MoverReason.UNREACHABLE, "restarting"), KvSource.IN_PLACE),
+    ],
+)
+async def test_damaged_blocks_are_not_used_in_place(
+    rig: Rig, said: VerifyResult | MoverError, wanted: KvSource
+) -> None:
+    first = rig.start("w0")
+    placement = await rig.coordinator.admit(asked())
+    first.admit(placement, 1, 2)
+    rig.die(first)
+    rig.start("w0", 2, adopted=True)
+    rig.mover.verified = said
+    taken = await rig.over(placement, 1)
+    assert taken.marker.resume is not None
+    assert (taken.marker.resume.kv, taken.marker.resume.outputs) == (wanted, (1, 2))
+
+
+async def test_kv_is_trusted_again_after_it_was_computed_anew(rig: Rig) -> None:
+    first = rig.start("w0")
+    placement = await rig.coordinator.admit(asked())
+    first.admit(placement, 1, 2)
+    rig.die(first)
+    second = rig.start("w0", 2, adopted=True)
+    rig.mover.verified = VerifyResult(0, 0, 0, 0, 1)
+    taken = await rig.over(placement, 1)
+    second.admit(taken, 3)
+    rig.coordinator.resumed(asked(), taken, 0.1)
+    rig.die(second)
+    rig.start("w1")
+    again = await rig.over(taken, 1, 2, 3)
+    assert again.marker.resume is not None
+    assert (again.marker.resume.kv, again.marker.resume.outputs) == (KvSource.HELD, (1, 2, 3))
+
+
+async def test_a_worker_that_dies_while_its_blocks_are_checked_is_not_chosen(rig: Rig) -> None:
+    first = rig.start("w0")
+    placement = await rig.coordinator.admit(asked())
+    first.admit(placement, 1, 2)
+    rig.die(first)
+    second = rig.start("w0", 2, adopted=True)
+    rig.mover.during = asyncio.Event()
+    waiting = asyncio.create_task(rig.over(placement, 1))
+    await asyncio.sleep(0.01)
+    rig.die(second, WorkerState.FAILED)
+    rig.start("w1")
+    rig.mover.during.set()
+    assert (await waiting).worker == "w1"
+
+
+async def test_the_old_place_is_kept_until_the_new_owner_has_its_kv(rig: Rig) -> None:
+    first = rig.start("w0")
+    placement = await rig.coordinator.admit(asked())
+    first.admit(placement, 1, 2, 3)
+    second = rig.start("w1")
+    rig.die(first)
+    taken = await rig.over(placement, 1)
+    slot = second.admit(taken)
+    slot.report(LoadState.WAITING, 0, 0)
+    # Tokens that were only journaled are sent before any KV is there, and the standby dies too.
+    rig.coordinator.resumed(asked(), taken, 0.1)
+    rig.start("w0", 2)
+    rig.die(second)
+    again = await rig.over(taken, 1, 2, 3)
+    assert again.marker.resume is not None
+    assert again.marker.resume.kv is KvSource.HELD
+    await asyncio.sleep(0)
+    assert rig.mover.restores[-1][0] == (first.epoch.arena_path, 1)
+    assert ("w0", 1) not in rig.let_go
+
+
+async def test_the_old_place_is_let_go_when_the_new_owner_has_written_a_token(rig: Rig) -> None:
+    first = rig.start("w0")
+    placement = await rig.coordinator.admit(asked())
+    first.admit(placement, 1)
+    second = rig.start("w1")
+    rig.die(first)
+    taken = await rig.over(placement)
+    rig.start("w0", 2)
+    assert rig.let_go == []
+    slot = second.admit(taken)
+    slot.report(LoadState.DONE, 5, 1)
+    slot.append_tokens([2])
+    rig.coordinator.resumed(asked(), taken, 0.1)
+    assert rig.let_go == [("w0", 1)]
+
+
+async def test_a_place_is_not_lost_when_the_session_comes_back_to_its_own_epoch(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SUSPECT_S", 0.0)
+    first = rig.start("w0")
+    placement = await rig.coordinator.admit(asked())
+    first.admit(placement, 1, 2)
+    again = await rig.over(placement, 1, reason=Reason.EOF)
+    assert again.worker == "w0"
+    rig.die(first)
+    rig.start("w0", 2)
+    rig.start("w1")
+    third = await rig.over(again, 1)
+    assert rig.let_go == []
+    assert third.marker.resume is not None
+    assert (third.marker.resume.kv, third.marker.resume.prompt_hash) == (KvSource.HELD, HASH)
+
+
+async def test_tokens_of_an_interrupted_recomputation_make_the_answer_recomputed(rig: Rig) -> None:
+    first = rig.start("w0", key={**KEY, "dtype": "other"})
+    placement = await rig.coordinator.admit(asked())
+    first.admit(placement, 1, 2)
+    second = rig.start("w1")
+    rig.die(first)
+    taken = await rig.over(placement, 1, 2)
+    slot = second.admit(taken)
+    slot.report(LoadState.FAILED, 0, 7)
+    slot.append_tokens([3])
+    third = rig.start("w2")
+    rig.die(second)
+    # The third one goes on exactly, but from what the second one had computed otherwise.
+    again = await rig.over(taken, 1, 2)
+    slot = third.admit(again)
+    slot.report(LoadState.DONE, 7, 1)
+    slot.append_tokens([4])
+    rig.coordinator.resumed(asked(), again, 0.1)
+    assert rig.coordinator.outcome(asked()) is Outcome.RECOMPUTED
+    assert [o["outcome"] for o in rig.told()["outcomes"]] == ["recomputed", "exact"]
+
+
+async def test_the_end_of_another_story_is_no_end(rig: Rig) -> None:
+    first = rig.start("w0")
+    placement = await rig.coordinator.admit(asked(logprobs=1))
+    first.admit(placement, 1, 2, 3)
+    second = rig.start("w1")
+    rig.die(first)
+    facts = asked(logprobs=1)
+    taken = await rig.over(placement, 1, facts=facts)
+    assert taken.marker.resume is not None
+    assert (taken.marker.resume.outputs, taken.expected) == ((1,), (1, 2, 3))
+    # It computes the lag otherwise, and even ends: the proxy says mismatch.
+    second.admit(taken, 2, 9).finish("stop")
+    rig.coordinator.mismatched(facts, taken, "9 instead of 3")
+    again = await rig.over(taken, 1, reason=Reason.MISMATCH, facts=facts)
+    assert again.finish is None
+    assert again.marker.resume is not None
+    assert (again.marker.resume.finish, again.marker.resume.kv) == ("", KvSource.NONE)
+
+
+async def test_a_finished_journal_is_ended_by_any_worker(rig: Rig) -> None:
+    first = rig.start("w0")
+    placement = await rig.coordinator.admit(asked())
+    first.admit(placement, 1, 2).finish("stop")
+    rig.start("w1", key={**KEY, "dtype": "other"})
+    rig.die(first)
+    taken = await rig.over(placement, 1)
+    assert (taken.finish, taken.expected) == ("stop", (1, 2))
+    rig.coordinator.resumed(asked(), taken, 0.1)
+    assert rig.coordinator.outcome(asked()) is Outcome.EXACT
+    assert rig.mover.restores == []
+
+
+async def test_what_was_given_up_of_a_journal_is_not_held_against_the_next_owner(rig: Rig) -> None:
+    facts = asked(stream=False, logprobs=1)
+    first = rig.start("w0")
+    placement = await rig.coordinator.admit(facts)
+    first.admit(placement, 1, 2)
+    second = rig.start("w1")
+    rig.die(first)
+    taken = await rig.over(placement, facts=facts)
+    assert (taken.expected, taken.marker.resume) == ((), None)
+    second.admit(taken, 7, 8, 9)
+    rig.start("w2")
+    rig.die(second)
+    again = await rig.over(taken, 7, facts=facts)
+    assert again.expected == (7,)
+
+
+async def test_kv_that_an_adopting_engine_may_have_given_back_is_not_used(rig: Rig) -> None:
+    first = rig.start("w0")
+    placement = await rig.coordinator.admit(asked())
+    first.admit(placement, 1, 2)
+    rig.die(first)
+    second = rig.start("w0", 2, adopted=True)
+    taken = await rig.over(placement, 1)
+    second.admit(taken).finish("abort")
+    rig.start("w1")
+    again = await rig.over(taken, 1, reason=Reason.STALL)
+    assert again.worker == "w1"
+    assert again.marker.resume is not None
+    assert again.marker.resume.kv is KvSource.NONE
+
+
+async def test_kv_of_an_adopting_engine_that_died_with_it_is_used(rig: Rig) -> None:
+    first = rig.start("w0")
+    placement = await rig.coordinator.admit(asked())
+    first.admit(placement, 1, 2)
+    rig.die(first)
+    second = rig.start("w0", 2, adopted=True)
+    taken = await rig.over(placement, 1)
+    second.admit(taken)
+    rig.start("w1")
+    # The connection breaks a moment before the kernel tells of the death.
+    waiting = asyncio.create_task(rig.over(taken, 1, reason=Reason.EOF))
+    await asyncio.sleep(0.01)
+    rig.die(second)
+    again = await waiting
+    assert again.marker.resume is not None
+    assert (again.worker, again.marker.resume.kv) == ("w1", KvSource.HELD)
+
+
+async def test_disk_goes_on_where_its_snapshot_ends_with_the_prompt_that_it_is_of(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, stores=True, tiers=frozenset({Tier.DISK}))
+    first = rig.start("w0")
+    placement = await rig.coordinator.admit(asked())
+    first.admit(placement, 1, 2, 3)
+    second = rig.start("w1")
+    rig.die(first)
+    rig.mover.found = StoredResult(True, 1, PROMPT_LEN, HASH, PROMPT_LEN + 1, 2)
+    taken = await rig.over(placement, 1, 2, 3)
+    resume = taken.marker.resume
+    assert resume is not None
+    assert (resume.outputs, resume.kv, resume.prompt_hash) == ((1, 2), KvSource.DISK, HASH)
+    assert taken.expected == (1, 2, 3)
+    await asyncio.sleep(0)
+    assert rig.mover.restores == [(None, second.epoch.arena_path, 2)]
+    rig.coordinator.ended(asked(), "cancelled")
+    await asyncio.sleep(0)
+    assert rig.mover.finished == [(S, 2)]
+
+
+async def test_a_store_that_cannot_be_asked_is_no_store(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, stores=True, tiers=frozenset({Tier.DISK}))
+    first = rig.start("w0")
+    placement = await rig.coordinator.admit(asked())
+    first.admit(placement, 1)
+    rig.start("w1")
+    rig.die(first)
+    rig.mover.found = MoverError(MoverReason.UNREACHABLE, "it is down")
+    taken = await rig.over(placement, 1)
+    assert taken.marker.resume is not None
+    assert taken.marker.resume.kv is KvSource.NONE
+    rig.coordinator.ended(asked(), "finished")
+
+
+@pytest.mark.parametrize(
+    "answer", [RestoreResult(False, reason="checksum", error="block 0"), MoverError(MoverReason.BUSY, "busy")]
+)
+async def test_a_restore_that_fails_is_called_recomputed_and_says_why(
+    rig: Rig, answer: RestoreResult | MoverError
+) -> None:
+    first = rig.start("w0")
+    placement = await rig.coordinator.admit(asked())
+    first.admit(placement, 1, 2)
+    second = rig.start("w1")
+    rig.die(first)
+    rig.mover.restored = answer
+    taken = await rig.over(placement, 1)
+    slot = second.admit(taken)
+    await asyncio.sleep(0)
+    slot.report(LoadState.FAILED, 0, 7)
+    slot.append_tokens([3])
+    rig.coordinator.resumed(asked(), taken, 0.1)
+    assert rig.coordinator.outcome(asked()) is Outcome.RECOMPUTED
+    (told,) = rig.told()["outcomes"]
+    assert told["detail"] == ("checksum" if isinstance(answer, RestoreResult) else "busy")
+
+
+async def test_an_outcome_is_told_only_when_its_engine_has_reported(rig: Rig) -> None:
+    first = rig.start("w0")
+    placement = await rig.coordinator.admit(asked())
+    first.admit(placement, 1, 2)
+    second = rig.start("w1")
+    rig.die(first)
+    taken = await rig.over(placement, 1)
+    slot = second.admit(taken)
+    slot.report(LoadState.WAITING, 0, 0)
+    rig.coordinator.resumed(asked(), taken, 0.1)
+    await asyncio.sleep(0.05)
+    assert rig.told()["outcomes"][0]["outcome"] == ""
+    slot.report(LoadState.DONE, 6, 1)
+    await asyncio.sleep(0.05)
+    assert rig.told()["outcomes"][0]["outcome"] == "exact"
+
+
+async def test_an_engine_that_never_reports_is_not_waited_for_for_ever(rig: Rig) -> None:
+    first = rig.start("w0")
+    placement = await rig.coordinator.admit(asked())
+    first.admit(placement, 1, 2)
+    second = rig.start("w1")
+    rig.die(first)
+    taken = await rig.over(placement, 1)
+    second.admit(taken).report(LoadState.WAITING, 0, 0)
+    rig.coordinator.resumed(asked(), taken, 0.1)
+    await asyncio.sleep(0.6)
+    assert rig.told()["outcomes"][0]["outcome"] == "recomputed"
+
+
+async def test_a_session_without_any_worker_left_is_refused_once_and_counted(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SUSPECT_S", 0.0)
+    engine = rig.start("w0")
+    placement = await rig.coordinator.admit(asked())
+    engine.admit(placement, 1)
+    rig.die(engine, WorkerState.FAILED)
+    with pytest.raises(Refused, match="no worker can take the session up"):
+        await rig.over(placement, 1)
+    rig.coordinator.ended(asked(), "failed")
+    rig.coordinator.ended(asked(), "failed")
+    assert rig.told()["state"] == "refused"
+    text = rig.metrics.render().decode()
+    assert 'midstream_failovers_total{outcome="refused",reason="process_death",tier="none"} 1.0' in text
+    assert rig.let_go == [("w0", 1)]
+
+
+async def test_a_takeover_is_bounded_in_time(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, takeover_timeout_s=0.05)
+    engine = rig.start("w0")
+    placement = await rig.coordinator.admit(asked())
+    engine.admit(placement, 1)
+    rig.die(engine)
+    with pytest.raises(Refused, match=r"raise restore\.takeover_timeout_s") as refused:
+        await rig.over(placement, 1)
+    assert refused.value.reason == "takeover_timeout"
+    rig.coordinator.ended(asked(), "failed")
+
+
+async def test_a_worker_whose_connection_broke_is_not_asked_again_at_once(rig: Rig) -> None:
+    first = rig.start("w0")
+    placement = await rig.coordinator.admit(asked())
+    first.admit(placement, 1)
+    rig.workers.assign(SessionId("1" * 32), rig.start("w1").epoch)
+    taken = await rig.over(placement, 1, reason=Reason.STALL)
+    assert taken.worker == "w1"
+    assert rig.suspected == [("w0", 1, Reason.STALL)]
+
+
+async def test_a_mismatch_is_counted_and_nobody_is_suspected(rig: Rig) -> None:
+    first = rig.start("w0")
+    placement = await rig.coordinator.admit(asked())
+    first.admit(placement, 1, 2)
+    rig.coordinator.mismatched(asked(), placement, "text")
+    taken = await rig.over(placement, 1, reason=Reason.MISMATCH)
+    assert taken.worker == "w0"
+    assert taken.marker.resume is not None
+    assert taken.marker.resume.kv is KvSource.NONE
+    assert rig.suspected == []
+    assert "midstream_output_mismatch_total 1.0" in rig.metrics.render().decode()
+
+
+async def test_an_engine_without_the_plugin_runs_the_request_again(rig: Rig) -> None:
+    rig.start_bare("w0")
+    placement = await rig.coordinator.admit(asked())
+    rig.start_bare("w1")
+    rig.workers.became(rig.workers.get("w0"), WorkerState.DEAD)
+    taken = await rig.over(placement, 4, 5)
+    assert (taken.worker, taken.marker.resume, taken.expected) == ("w1", None, (4, 5))
+    rig.coordinator.resumed(asked(), taken, 0.1)
+    assert rig.coordinator.outcome(asked()) is Outcome.RECOMPUTED
+
+
+async def test_history_is_bounded_and_states_are_counted(rig: Rig) -> None:
+    rig.start("w0")
+    for number in range(module.HISTORY_MAX + 5):
+        facts = SessionFacts(SessionId(f"{number:032x}"), "/v1/completions", {}, True)
+        await rig.coordinator.admit(facts)
+        rig.coordinator.ended(facts, "finished")
+    assert len(rig.coordinator.sessions()) == module.HISTORY_MAX
+    await rig.coordinator.admit(asked())
+    assert rig.coordinator.states() == {"running": 1}
+    idle = asyncio.create_task(rig.coordinator.idle())
+    await asyncio.sleep(0)
+    assert not idle.done()
+    rig.coordinator.ended(asked(), "finished")
+    await asyncio.wait_for(idle, 1)
