@@ -62,6 +62,7 @@ class Record:
 
 
 def output_max(body: dict[str, Any]) -> int | None:
+    """How many output tokens a request allows at most, if it says so."""
     for name in ("max_completion_tokens", "max_tokens"):
         value = body.get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -70,6 +71,7 @@ def output_max(body: dict[str, Any]) -> int | None:
 
 
 def wants_logprobs(body: dict[str, Any]) -> bool:
+    """Whether a request asks for logprobs (a number for completions, true for chat)."""
     logprobs = body.get("logprobs")
     return logprobs is not None and logprobs is not False
 
