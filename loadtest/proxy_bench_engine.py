@@ -8,7 +8,9 @@ processes.
 
 import argparse
 import asyncio
+import itertools
 import json
+import math
 import resource
 import time
 from typing import cast
@@ -27,6 +29,8 @@ _CHUNK = (
 _END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 # How many tokens a stream that is not paced writes before the others have their turn.
 _TURN = 4
+_PHASES = 16
+_started = itertools.count()
 
 
 class _Stream(asyncio.Protocol):
@@ -70,9 +74,14 @@ class _Stream(asyncio.Protocol):
         wanted = json.loads(body[:length])
         self._left = int(wanted["max_tokens"])
         self._gap_s = float(wanted.get("bench_gap_s", 0))
-        self._next_s = self._loop.time() + self._gap_s
         self._write(_HEAD)
-        self._loop.call_later(self._gap_s, self._turn)
+        # Paced streams take turns in fixed phases of the gap: the loop's timers know milliseconds only, and streams
+        # that share one by chance would make every run another measurement.
+        phase = next(_started) % _PHASES / _PHASES
+        now_s = self._loop.time()
+        gaps = math.ceil(now_s / self._gap_s) if self._gap_s else 0
+        self._next_s = (gaps + phase) * self._gap_s if self._gap_s else now_s
+        self._loop.call_at(self._next_s, self._turn)
 
     def _turn(self) -> None:
         for _ in range(1 if self._gap_s else _TURN):
