@@ -97,8 +97,11 @@ class Coordinator(Protocol):
         """What a worker replayed is not what was journaled; nothing of it was sent."""
         ...
 
-    def ended(self, facts: SessionFacts, ending: str) -> None:
-        """The session is over: `ending` is 'finished', 'cancelled' (by the client) or 'failed'."""
+    def ended(self, facts: SessionFacts, ending: str, tokens: int = 0) -> None:
+        """The session is over, and `tokens` were streamed to its client.
+
+        `ending` is 'finished', 'cancelled' (by the client) or 'failed'.
+        """
         ...
 
     def plain_upstream(self) -> str:

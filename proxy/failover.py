@@ -56,8 +56,8 @@ class Failover:
         """What happened, for a client that asked; call it when the stream is over."""
         return report(self._coordinator.outcome(self._facts), self._gaps_s)
 
-    def ended(self, ending: str) -> None:
+    def ended(self, ending: str, tokens: int = 0) -> None:
         """The session is over."""
         if not self._ended:
             self._ended = True
-            self._coordinator.ended(self._facts, ending)
+            self._coordinator.ended(self._facts, ending, tokens)

@@ -45,7 +45,7 @@ class OneWorker:
     def mismatched(self, facts: SessionFacts, placement: Placement, text: str) -> None:
         """Nothing to note."""
 
-    def ended(self, facts: SessionFacts, ending: str) -> None:
+    def ended(self, facts: SessionFacts, ending: str, tokens: int = 0) -> None:
         """Nothing to note."""
 
     def plain_upstream(self) -> str:

@@ -59,7 +59,7 @@ class StreamHandler:
             return self._response or web.Response(status=499)
         finally:
             await self._waiting.stop()
-            self._failover.ended(ending)
+            self._failover.ended(ending, len(self._splicer.delivered))
 
     async def _go_through_workers(self, placement: Placement) -> Problem | None:
         while True:

@@ -218,8 +218,9 @@ class SidecarCoordinator:
             facts.session, placement.worker, placement.marker.generation, text,
         )  # fmt: skip
 
-    def ended(self, facts: SessionFacts, ending: str) -> None:
+    def ended(self, facts: SessionFacts, ending: str, tokens: int = 0) -> None:
         """The session is over."""
+        self._metrics.tokens_sent.inc(tokens)
         record = self._records.pop(facts.session, None)
         if record is None:
             return

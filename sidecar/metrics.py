@@ -86,7 +86,7 @@ class Metrics:
         )
         self._plugins: dict[str, tuple[int, Mapping[str, int]]] = {}
         self.holder_restarts = Counter("midstream_holder_restarts", "New holders after one died.", registry=registry)
-        self.tokens_sent = Counter("midstream_tokens_sent", "Output tokens sent to clients.", registry=registry)
+        self.tokens_sent = Counter("midstream_tokens_sent", "Output tokens streamed to clients.", registry=registry)
         self.requests = Counter(
             "midstream_requests",
             "Requests by route, kind (session or plain) and answer code.",

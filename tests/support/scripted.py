@@ -300,7 +300,7 @@ class ScriptedCoordinator:
         """Note it."""
         self.calls.append(("mismatched", text))
 
-    def ended(self, facts: SessionFacts, ending: str) -> None:
+    def ended(self, facts: SessionFacts, ending: str, tokens: int = 0) -> None:
         """Note it."""
         self.calls.append(("ended", ending))
 
