@@ -363,23 +363,25 @@ async def test_tokens_of_an_interrupted_recomputation_make_the_answer_recomputed
     assert [o["outcome"] for o in rig.told()["outcomes"]] == ["recomputed", "exact"]
 
 
-async def test_the_end_of_another_story_is_no_end(rig: Rig) -> None:
+async def test_the_end_of_another_story_is_no_end(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, stores=True, tiers=frozenset({Tier.DISK}))
     first = rig.start("w0")
-    placement = await rig.coordinator.admit(asked(logprobs=1))
+    placement = await rig.coordinator.admit(asked())
     first.admit(placement, 1, 2, 3)
     second = rig.start("w1")
     rig.die(first)
-    facts = asked(logprobs=1)
-    taken = await rig.over(placement, 1, facts=facts)
+    rig.mover.found = StoredResult(True, 1, PROMPT_LEN, HASH, PROMPT_LEN, 1)
+    taken = await rig.over(placement, 1)
     assert taken.marker.resume is not None
     assert (taken.marker.resume.outputs, taken.expected) == ((1,), (1, 2, 3))
     # It computes the lag otherwise, and even ends: the proxy says mismatch.
     second.admit(taken, 2, 9).finish("stop")
-    rig.coordinator.mismatched(facts, taken, "9 instead of 3")
-    again = await rig.over(taken, 1, reason=Reason.MISMATCH, facts=facts)
+    rig.coordinator.mismatched(asked(), taken, "9 instead of 3")
+    again = await rig.over(taken, 1, reason=Reason.MISMATCH)
     assert again.finish is None
     assert again.marker.resume is not None
     assert (again.marker.resume.finish, again.marker.resume.kv) == ("", KvSource.NONE)
+    rig.coordinator.ended(asked(), "finished")
 
 
 async def test_a_finished_journal_is_ended_by_any_worker(rig: Rig) -> None:
@@ -396,7 +398,7 @@ async def test_a_finished_journal_is_ended_by_any_worker(rig: Rig) -> None:
 
 
 async def test_what_was_given_up_of_a_journal_is_not_held_against_the_next_owner(rig: Rig) -> None:
-    facts = asked(stream=False, logprobs=1)
+    facts = asked(logprobs=1)
     first = rig.start("w0")
     placement = await rig.coordinator.admit(facts)
     first.admit(placement, 1, 2)
@@ -404,11 +406,14 @@ async def test_what_was_given_up_of_a_journal_is_not_held_against_the_next_owner
     rig.die(first)
     taken = await rig.over(placement, facts=facts)
     assert (taken.expected, taken.marker.resume) == ((), None)
+    # A new run, and another one.
     second.admit(taken, 7, 8, 9)
+    rig.coordinator.resumed(facts, taken, 0.1)
     rig.start("w2")
     rig.die(second)
-    again = await rig.over(taken, 7, facts=facts)
-    assert again.expected == (7,)
+    again = await rig.over(taken, 7, 8, facts=facts)
+    assert again.marker.resume is not None
+    assert (again.expected, again.marker.resume.kv) == ((7, 8, 9), KvSource.HELD)
 
 
 async def test_kv_that_an_adopting_engine_may_have_given_back_is_not_used(rig: Rig) -> None:
