@@ -108,12 +108,10 @@ class Rig:
         *,
         trigger: int = 0,
         outcomes: Sequence[str] = ("exact",),
-        before: "Callable[[], Awaitable[None]] | None" = None,
     ) -> "list[Answer]":
         """Run all cases at once on one worker and kill it when the case `trigger` has come to its cut.
 
         Every one of them must have been interrupted, and an exact one must have found all its KV but the last position.
-        `before` is awaited right before the kill.
         """
         await self.ready(http)
         seen = {s["session"] for s in await self.sidecar.sessions(http)}
@@ -121,8 +119,6 @@ class Rig:
 
         async def kill() -> list[str]:
             worker = await self.sidecar.serving(http)
-            if before is not None:
-                await before()
             return kill_worker(worker["pid"], victim)
 
         def at_cut(answer: Answer) -> Any:
@@ -150,13 +146,6 @@ class Rig:
                 assert outcome["kv_tokens_loaded"] > 0, outcome
                 assert outcome["tokens_recomputed"] == 1, outcome
         return answers
-
-    async def preemptions(self, http: aiohttp.ClientSession) -> float:
-        """How often the first worker has preempted a session, by its own account."""
-        [worker, *_] = await self.sidecar.workers(http)
-        async with http.get(f"{worker['url']}/metrics") as response:
-            lines = (await response.text()).splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_preemptions_total"))
 
     @asynccontextmanager
     async def _others_busy(self, http: aiohttp.ClientSession) -> "AsyncIterator[Callable[[], Awaitable[None]]]":
