@@ -3,7 +3,6 @@
 Owns the JSON form of both (docs/design.md). Engine plugins read it, the proxy writes it; clients must not be able to.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -13,6 +12,7 @@ from .ids import SessionId, session_id
 MARKER_VERSION = 1
 FIELD = "kv_transfer_params"
 NAME = "midstream"
+FINISHES = ("", "stop", "length")
 
 
 class KvSource(StrEnum):
@@ -69,27 +69,26 @@ class Marker:
             raise ValueError(f"marker: expected an object with v={MARKER_VERSION}, got {body!r:.80}")
         resume = body.get("resume")
         try:
-            return cls(
-                session_id(body["session"]),
-                int(body["generation"]),
-                None
-                if resume is None
-                else Resume(
-                    _ids(resume["outputs"]),
-                    KvSource(resume["kv"]),
-                    str(resume["prompt_hash"]),
-                    str(resume.get("finish", "")),
-                ),
-            )
+            generation = body["generation"]
+            if not _is_u32(generation) or generation == 0:
+                raise ValueError(f"marker: generation {generation!r:.80} is no 32-bit number above 0")
+            return cls(session_id(body["session"]), generation, None if resume is None else _resume(resume))
         except (KeyError, TypeError) as error:
             raise ValueError(f"marker: field {error} is missing or of the wrong kind") from error
 
 
-def _ids(values: Sequence[object]) -> tuple[int, ...]:
-    ids = tuple(int(v) for v in values)  # type: ignore[call-overload]
-    if any(not 0 <= i < 1 << 32 for i in ids):
-        raise ValueError("marker: token ids must be 32-bit and not negative")
-    return ids
+def _resume(body: dict[str, Any]) -> Resume:
+    outputs, finish = body["outputs"], body.get("finish", "")
+    if not isinstance(outputs, list) or not all(map(_is_u32, outputs)):
+        raise ValueError("marker: outputs must be a list of token ids, 32-bit and not negative")
+    if finish not in FINISHES:
+        raise ValueError(f"marker: finish {finish!r:.80} is none of {', '.join(map(repr, FINISHES))}")
+    return Resume(tuple(outputs), KvSource(body["kv"]), str(body["prompt_hash"]), finish)
+
+
+def _is_u32(value: object) -> bool:
+    # Exactly an integer: what JSON calls 1.0, "1" or true was not written by a sidecar.
+    return type(value) is int and 0 <= value < 1 << 32
 
 
 def without_marker(body: dict[str, Any]) -> dict[str, Any]:
