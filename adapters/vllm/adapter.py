@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from ...session.errors import EngineError
@@ -47,7 +48,7 @@ class VllmAdapter(EngineAdapter):
 
     def recognises(self, argv: Sequence[str]) -> bool:
         names = [Path(word).name for word in argv[:4]]
-        if "serve" in names and names[names.index("serve") - 1] == "vllm":
+        if ("vllm", "serve") in pairwise(names):
             return True
         return "vllm.entrypoints.openai.api_server" in argv[:4]
 
