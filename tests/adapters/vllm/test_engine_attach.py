@@ -1,0 +1,153 @@
+"""`midstream serve` beside vLLMs that are started, killed and started again by hand."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from midstream.loadtest.client import Answer, read_stream
+from support.vllm_by_hand import ByHand
+from support.vllm_rig import ASK_REPORT, CHAT, START_S, chat
+
+pytestmark = [pytest.mark.engine, pytest.mark.vllm, pytest.mark.timeout(400)]
+
+BODY = chat("Write a long story about a dog named Max.", temperature=0.8, seed=5)
+
+
+class Site:
+    """A sidecar and two engines, each with a life of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        ports = [free_port() for _ in range(3)]
+        self._folder = folder
+        self._state = folder / "state"
+        self.url = f"http://127.0.0.1:{ports[0]}"
+        self.engines = {
+            name: ByHand(folder, name, port, {"MIDSTREAM_STATE_DIR": str(self._state), "MIDSTREAM_WORKER": name})
+            for name, port in zip("ab", ports[1:], strict=True)
+        }
+        self._sidecar: subprocess.Popen[bytes] | None = None
+
+    def start_sidecar(self) -> None:
+        """Start it, and wait until it offers a place to each engine."""
+        workers = [word for name, e in self.engines.items() for word in ("--worker", f"{name}={e.url}")]
+        argv = [
+            sys.executable, "-m", "midstream.sidecar.cli", "serve", *workers,
+            "--port", self.url.rsplit(":", 1)[1], "--state-dir", str(self._state),
+        ]  # fmt: skip
+        with (self._folder / "sidecar.log").open("ab") as sink:
+            self._sidecar = subprocess.Popen(argv, stdout=sink, stderr=sink)
+        deadline_s = time.monotonic() + 30
+        while not all((self._state / "workers" / name / "ticket.json").exists() for name in self.engines):
+            assert time.monotonic() < deadline_s, (self._folder / "sidecar.log").read_text()
+            time.sleep(0.05)
+
+    def kill_sidecar(self) -> None:
+        """SIGKILL it; its holder and the engines live on."""
+        if self._sidecar is not None:
+            self._sidecar.kill()
+            self._sidecar.wait(10)
+            self._sidecar = None
+
+    def stop(self) -> None:
+        """End all of it."""
+        for engine in self.engines.values():
+            engine.kill()
+        self.kill_sidecar()
+        for process in psutil.process_iter(["cmdline"]):
+            if any(str(self._state) in word for word in process.info["cmdline"] or ()):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+
+    async def workers(self, http: aiohttp.ClientSession) -> dict[str, dict[str, Any]]:
+        """What the sidecar says of them, by name."""
+        with suppress(aiohttp.ClientError):
+            async with http.get(f"{self.url}/midstream/v1/status") as answer:
+                return {w["name"]: w for w in (await answer.json())["workers"]}
+        return {}
+
+    async def wait_ready(self, http: aiohttp.ClientSession, names: str = "ab") -> None:
+        """Wait until workers are ready and their plugin is known."""
+        deadline_s = time.monotonic() + START_S
+        while True:
+            workers = await self.workers(http)
+            if all(n in workers and workers[n]["state"] == "ready" and workers[n]["pools"] for n in names):
+                return
+            assert time.monotonic() < deadline_s, (workers, (self._folder / "sidecar.log").read_text()[-4000:])
+            await asyncio.sleep(0.1)
+
+    async def interrupted(self, http: aiohttp.ClientSession, at: int, *, again: bool = False) -> tuple[str, Answer]:
+        """One answer whose engine is killed at output `at`, and started again at once if told so."""
+        killed: list[str] = []
+
+        def kill(answer: Answer) -> Any:
+            return None if killed or len(answer.token_ids) < at else self._kill_serving(http, killed, again)
+
+        answer = await read_stream(http, self.url + CHAT, BODY, headers=ASK_REPORT, on_tokens=kill)
+        assert killed
+        return killed[0], answer
+
+    async def _kill_serving(self, http: aiohttp.ClientSession, killed: list[str], again: bool) -> None:
+        [name] = [n for n, w in (await self.workers(http)).items() if w["sessions"]]
+        killed.append(name)
+        await asyncio.to_thread(self.engines[name].kill)
+        if again:
+            self.engines[name].start()
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """The sidecar first, as the documentation says, then the engines."""
+    site = Site(tmp_path_factory.mktemp("attach"))
+    try:
+        site.start_sidecar()
+        for engine in site.engines.values():
+            engine.start()
+        for engine in site.engines.values():
+            engine.wait_ready()
+        yield site
+    finally:
+        site.stop()
+
+
+async def test_engines_of_others_are_survived_restarted_and_outlive_the_sidecar(
+    site: Site, http: aiohttp.ClientSession
+) -> None:
+    await site.wait_ready(http)
+    wanted = await read_stream(http, site.url + CHAT, BODY)
+    assert wanted.whole
+    # One dies: its session goes on at the other.
+    name, answer = await site.interrupted(http, 12)
+    assert answer.same_as(wanted)
+    assert "outcome=exact takeovers=1" in answer.report
+    # The only one left dies and is started again by hand: its session waits for it.
+    name, answer = await site.interrupted(http, 20, again=True)
+    assert answer.same_as(wanted)
+    assert "outcome=exact takeovers=1" in answer.report
+    # The sidecar dies and is started again: it finds the engines where they are.
+    [dead] = set(site.engines) - {name}
+    site.engines[dead].start()
+    site.engines[dead].wait_ready()
+    await site.wait_ready(http)
+    site.kill_sidecar()
+    site.start_sidecar()
+    await site.wait_ready(http)
+    _, answer = await site.interrupted(http, 16)
+    assert answer.same_as(wanted)
+    assert "outcome=exact takeovers=1" in answer.report
