@@ -9,6 +9,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from midstream.proxy.coordinator import Outcome, Placement, Reason, SessionFacts
 from midstream.session.arena import create_arena
@@ -353,9 +354,8 @@ class World:
         getting = asyncio.ensure_future(run.stream.get())
         patience_s = 30.0 if unary else STALL_S
         try:
-            await asyncio.wait(
-                {getting, placement.interrupted}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            either: set[asyncio.Future[Any]] = {getting, placement.interrupted}
+            await asyncio.wait(either, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
             if getting.done():
                 said = getting.result()
                 return Reason.EOF if said is LOST else said
