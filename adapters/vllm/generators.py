@@ -6,8 +6,25 @@ those were produced. CPU only: there a seeded request draws one `randint` a step
 """
 
 import functools
+import inspect
 import weakref
 from typing import Any
+
+
+def draws_are_known(vllm_config: Any) -> bool:
+    """Whether a seeded request's random state can be rebuilt here from its seed and the number of its outputs.
+
+    The V2 runner keys its noise by seed and position, so there is nothing to rebuild. Of the V1 runner's samplers only
+    that of 0.32 on the CPU is known; 0.25 draws there over the whole vocabulary, and only while everybody in the batch
+    has a seed.
+    """
+    if getattr(vllm_config, "use_v2_model_runner", False):
+        return True
+    if vllm_config.device_config.device_type != "cpu":
+        return False
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    return "randint" in inspect.getsource(TopKTopPSampler.forward_cpu)
 
 
 def adopt_generator(state: Any) -> None:

@@ -17,7 +17,8 @@ from ...session.ids import SessionId
 from ...session.marker import KvSource, Marker
 from ...session.records import LoadState
 from ..prompt import prompt_hash
-from .guard import count_errors_with, log, report
+from .generators import draws_are_known
+from .guard import count_errors_with, guarded, log, report
 from .identity import facts_of
 from .loads import Load, StepMeta
 from .quarantine import Quarantine
@@ -76,6 +77,7 @@ class SchedulerSide:
         self._reserved_until_s = 0.0
         self.facts, self._adopted = facts_of(settings, vllm_config, kv_cache_config)
         self._arena.publish(self.facts)
+        self._draws_known = guarded(default=False)(draws_are_known)(vllm_config)
 
     def bind_block_pool(self, block_pool: Any) -> None:
         """Called once, before the first request: reserve the blocks of sessions that may come back in place."""
@@ -114,7 +116,7 @@ class SchedulerSide:
             return
         phase = Phase.WITHOUT_KV
         if resume is not None and outputs and resume.kv is not KvSource.NONE:
-            if fingerprint == resume.prompt_hash:
+            if fingerprint == resume.prompt_hash and (self._draws_known or not _is_seeded(request)):
                 phase = Phase.FRESH
                 # Exactly the interrupted run's KV is wanted, not somebody else's for the same tokens. Switched off
                 # for the one look-up that precedes `matched`.
@@ -315,3 +317,9 @@ class SchedulerSide:
         tracked.slot.finish(reason if reason in FINISHES else "error")
         if self._reservations is not None:
             self._reservations.release(tracked.session)
+
+
+def _is_seeded(request: Any) -> bool:
+    """Whether it has a random state of its own; greedy requests draw nothing."""
+    params = request.sampling_params
+    return params.seed is not None and params.temperature > 0
