@@ -43,7 +43,7 @@ def meta(pid: int, fd: int) -> dict[str, Any]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
