@@ -7,6 +7,8 @@ import asyncio
 import os
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,7 @@ import psutil
 from ..session.errors import EngineError
 
 POLL_S = 0.05
+_PEER = struct.Struct("iII")  # pid, uid, gid
 
 
 class Victim(StrEnum):
@@ -146,14 +149,19 @@ class SidecarProcess:
 
     def kill_holder(self) -> bool:
         """SIGKILL the holder, which would outlive the sidecar; False if there was none."""
-        found = False
-        for process in psutil.process_iter(["cmdline"]):
-            words = process.info["cmdline"] or ()
-            if "midstream.sidecar.holder" in words and str(self.state_dir / "holder.sock") in words:
-                process.kill()
-                process.wait(10)
-                found = True
-        return found
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            try:
+                connection.connect(str(self.state_dir / "holder.sock"))
+            except OSError:
+                return False
+            peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        try:
+            process = psutil.Process(_PEER.unpack(peer)[0])
+            process.kill()
+            process.wait(10)
+        except psutil.NoSuchProcess:
+            return False
+        return True
 
 
 def kill_worker(pid: int, victim: Victim) -> list[str]:

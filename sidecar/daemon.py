@@ -44,6 +44,8 @@ _LOG = logging.getLogger("midstream.daemon")
 
 DEFAULT_PORT = 8800
 HANG_WATCH_S = 3.0
+# What the kernel may keep for a client that does not read; left to itself it would take 4 MB for each.
+SEND_BUFFER_BYTES = 256 * 1024
 STATUS_EVERY_S = 1.0
 
 
@@ -152,6 +154,8 @@ class _Daemon:
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Connections inherit it.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             listener.bind((host, port))
             listener.listen(1024)
         except OSError as error:

@@ -12,8 +12,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from midstream.session.errors import EngineError
 from midstream.session.held import HolderClient
-from support.sidecars import SETTINGS, Sidecar, outcome_of, require_whole, until
+from support.sidecars import Sidecar, outcome_of, require_whole, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
 
@@ -23,7 +24,7 @@ BODY = {"prompt": "Let me finish", "temperature": 0, "max_tokens": 500}
 async def test_told_to_stop_it_lets_streams_finish_and_leaves_no_engine_behind(
     start: Callable[..., Sidecar], http: aiohttp.ClientSession
 ) -> None:
-    sidecar = await asyncio.to_thread(start)
+    sidecar = await asyncio.to_thread(start, workers=1)
     told: list[int] = []
 
     def stop(_: object) -> None:
@@ -45,7 +46,7 @@ async def test_told_to_stop_it_lets_streams_finish_and_leaves_no_engine_behind(
 async def test_one_that_was_killed_leaves_no_engine_and_the_next_one_takes_its_place(
     start: Callable[..., Sidecar], http: aiohttp.ClientSession
 ) -> None:
-    sidecar = await asyncio.to_thread(start)
+    sidecar = await asyncio.to_thread(start, workers=1)
     [holder] = sidecar.holders()
     wanted = await sidecar.stream(http, BODY)
     killed: list[int] = []
@@ -72,9 +73,9 @@ async def test_one_that_was_killed_leaves_no_engine_and_the_next_one_takes_its_p
     require_whole(again)
     assert again.same_as(wanted)
     assert [p.pid for p in sidecar.holders()] == [holder.pid]
-    # Nothing of the first life is kept: two workers, two pools.
+    # Nothing of the first life is kept.
     pools = {pool.name for pool in HolderClient(sidecar.process.state_dir / "holder.sock").list()}
-    assert pools == {"worker-0/1/0", "worker-1/1/0"}
+    assert pools == {"worker-0/1/0"}
 
 
 def midstream(*words: str) -> "subprocess.CompletedProcess[str]":
@@ -108,11 +109,16 @@ def test_a_typo_in_the_configuration_is_named_with_its_place(command: list[str],
     assert "midstream.yaml: proxy.keepalive: unknown setting; did you mean proxy.keepalive_s?" in done.stderr
 
 
-def test_an_engine_that_cannot_start_is_given_up_and_says_why(command: list[str], tmp_path: Path) -> None:
-    sidecar = Sidecar(
-        [*command, "--kv-cache-bytes", "1"],
-        workers=1,
-        settings={**SETTINGS, "supervise.restarts_max": 0, "supervise.restarts_window_s": 60},
-    )
-    with pytest.raises(Exception, match="below one block"):
+def test_a_state_folder_that_cannot_be_made_is_named(command: list[str]) -> None:
+    done = midstream("run", "--port", "0", "--state-dir", "/proc/none/state", "--", *command)
+    assert done.returncode == 2
+    assert "state_dir /proc/none/state: " in done.stderr
+    assert "choose a folder that you may write to" in done.stderr
+
+
+def test_an_engine_that_cannot_start_is_given_up_and_says_why(command: list[str]) -> None:
+    once = {"supervise.restarts_max": 0, "supervise.restarts_window_s": 60}
+    sidecar = Sidecar([*command, "--dtype", "int3"], workers=1, settings=once)
+    with pytest.raises(EngineError, match="a worker has failed:") as failed:
         sidecar.start()
+    assert "invalid choice: 'int3'" in str(failed.value)
