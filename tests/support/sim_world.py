@@ -131,9 +131,11 @@ class World:
         await asyncio.wait(sessions)
         for task in others:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
         for session in sessions:
             session.result()
+        for error in await asyncio.gather(*others, return_exceptions=True):
+            if error is not None and not isinstance(error, asyncio.CancelledError):
+                raise error
         await self._settle(lives)
         self._judge()
 
@@ -234,12 +236,22 @@ class World:
         """The mover follows the arenas; sometimes it is restarted and knows nothing."""
         while True:
             await asyncio.sleep(self.rng.uniform(0.02, 0.1))
+            self._owners_are_sound()
             if self.rng.random() < 0.02:
                 self.mover.forget_sums()
             for machine in self._machines:
                 current = machine.worker.current
                 if current is not None and current.arena_path is not None and current.pools:
                     self.mover.observe(current.arena_path, store=self._stores)
+
+    def _owners_are_sound(self) -> None:
+        """Each session has one owner, of the newest generation, and both its places are kept for it."""
+        for record in self.coordinator._records.values():
+            assert record.owner.generation == record.tracker.generation
+            assert record.source.generation <= record.owner.generation
+            for place in (record.owner, record.source):
+                assert record.facts.session in place.epoch.sessions, f"{place} was given away"
+                assert place.epoch.arena_path is None or place.epoch.arena_path.exists(), f"{place} was let go"
 
     async def _harm(self) -> None:
         while True:
