@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...session.errors import PoolError
+from ...session.errors import ArenaError, PoolError
 from ...session.held import HolderClient, create_host_pool, map_pool
 from ...session.layout import Plane, PoolLayout, PoolMeta
 from .guard import log, patch, report
@@ -114,7 +114,7 @@ def _place(size_bytes: int, shape: str) -> PlacedPool:
     if settings.adopt is not None:
         try:
             fd, adopted_from = _old_pool(size_bytes, shape, rank)
-        except PoolError as error:
+        except (PoolError, ArenaError) as error:
             log.warning("midstream: the old pool cannot be adopted (%s); a new one is made", error)
     if fd is None:
         fd = create_host_pool(size_bytes)
@@ -130,6 +130,9 @@ def _old_pool(size_bytes: int, shape: str, rank: int) -> tuple[int, str]:
     settings = plugin_settings()
     if settings is None or settings.adopt is None:
         raise PoolError("no arena to adopt from is named")
+    if settings.arena is None:
+        raise PoolError("without an arena of its own this engine could not keep off the old sessions' blocks")
+    ArenaReader(settings.arena).close()
     reader = ArenaReader(settings.adopt)
     try:
         facts = reader.facts() or {}
