@@ -119,8 +119,9 @@ async def test_status_tells_all_of_a_worker(served: Api, client: Client) -> None
 
 
 async def test_status_of_a_worker_that_never_came_up_or_is_gone(served: Api, client: Client) -> None:
-    for prepare in (lambda: None, served.become_ready):
-        prepare()
+    for came_up in (False, True):
+        if came_up:
+            served.become_ready()
         served.workers.became(served.worker, WorkerState.FAILED, "it ended before it was ready")
         (worker,) = (await (await client.get("/midstream/v1/status")).json())["workers"]
         assert (worker["state"], worker["epoch"], worker["key"], worker["plugin"]) == ("failed", 0, None, {})

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -28,6 +28,7 @@ S = SessionId("5" * 32)
 HASH = "ab" * 16
 PROMPT_LEN = 5
 KEY = {name: name for name in REQUIRED}
+T = TypeVar("T")
 
 
 @dataclass
@@ -51,23 +52,25 @@ class FakeMover:
         deadline_s: float,
     ) -> RestoreResult:
         self.restores.append((source, to_arena, to_generation))
-        return self._say(self.restored)
+        return said(self.restored)
 
     async def verify(self, arena: Path, session: SessionId, generation: int) -> VerifyResult:
         if self.during is not None:
             await self.during.wait()
-        return self._say(self.verified)
+        return said(self.verified)
 
     async def stored(self, session: SessionId) -> StoredResult:
-        return self._say(self.found)
+        return said(self.found)
 
     async def finish(self, session: SessionId, generation: int) -> None:
         self.finished.append((session, generation))
 
-    def _say(self, what: Any) -> Any:
-        if isinstance(what, MoverError):
-            raise what
-        return what
+
+def said(what: T | MoverError) -> T:
+    """An answer, or the error that it is."""
+    if isinstance(what, MoverError):
+        raise what
+    return what
 
 
 class Engine:
