@@ -231,6 +231,10 @@ class SidecarCoordinator:
         if record.concluding is not None:
             record.concluding.cancel()
         if record.tracker.state is not SessionState.REFUSED:
+            failovers = record.tracker.failovers
+            if ending == SessionState.FAILED and failovers and not failovers[-1].outcome:
+                # Given up by the proxy before anybody took it, as after too many takeovers.
+                self._metrics.failover(reason=failovers[-1].reason, outcome="refused", tier=Tier.NONE.value)
             record.tracker = record.tracker.ended(SessionState(ending))
         for epoch in {id(p.epoch): p.epoch for p in (record.owner, record.source)}.values():
             self._workers.unassign(facts.session, epoch)

@@ -65,6 +65,7 @@ class _Daemon:
         self._workers = Workers(let_go=self._let_go)
         self._supervised: dict[str, Supervised] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._releases: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
         self._checking: set[tuple[str, int]] = set()
         self._holder = HolderKeeper(self._state / "holder.sock", on_restart=self._metrics.holder_restarts.inc)
@@ -122,6 +123,8 @@ class _Daemon:
 
     async def _stop_engines(self) -> None:
         await asyncio.gather(*(s.stop() for s in self._supervised.values()))
+        # The holder stays; the pools of engines that are no more must not.
+        await asyncio.gather(*self._releases)
 
     async def _end_tasks(self) -> None:
         for task in list(self._tasks):
@@ -295,16 +298,17 @@ class _Daemon:
         self._coordinator.epoch_lost(epoch, reason)
 
     def _let_go(self, epoch: Epoch) -> None:
-        """Nobody needs this epoch any more: its pool's memory is free from now on."""
-        for pool in epoch.pools:
-            self._holder.forget(pool)
-        if epoch.arena_path is not None:
-            self._spawn(self._release(epoch.arena_path), f"release of {epoch.worker}/{epoch.number}")
+        """Nobody needs this epoch any more: its pool's memory is to be free."""
+        self._releases.add(task := asyncio.create_task(self._release(epoch.pools, epoch.arena_path)))
+        task.add_done_callback(self._releases.discard)
         _LOG.info("event=let_go worker=%s epoch=%d", epoch.worker, epoch.number)
 
-    async def _release(self, arena: Path) -> None:
-        with suppress(MidstreamError):
-            await self._mover_client.release(arena)
+    async def _release(self, pools: Sequence[str], arena: Path | None) -> None:
+        for pool in pools:
+            await asyncio.to_thread(self._holder.forget, pool)
+        if arena is not None:
+            with suppress(MidstreamError):
+                await self._mover_client.release(arena)
 
     def _suspect(self, name: str, number: int, reason: Reason) -> None:
         """A session lost its worker though nobody reported a death: is the engine hung?"""
