@@ -79,7 +79,8 @@ class EngineAdapter(ABC):
 
     name: str
     capabilities: Capabilities
-    # Paths that the engine serves for its operator; the proxy must not pass them through.
+    # Paths that the engine serves for its operator; the proxy must not pass them through. One that ends in / stands
+    # for all below it.
     private_paths: frozenset[str] = frozenset()
 
     @abstractmethod

@@ -4,9 +4,12 @@ Invariant: one buffered piece at a time in each direction; a worker that is lost
 connection too, so that half an answer never looks whole. JSON that could carry a marker is checked first.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 
+import aiohttp
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from ..session.errors import Refused
 from . import headers, problems
@@ -14,6 +17,9 @@ from .coordinator import Coordinator
 from .request import encode_body, may_hold_transfer_fields, parse_body, without_transfer_fields
 from .settings import ProxySettings
 from .upstream import Upstream, UpstreamLost, content_type, read_some, target
+
+# No JSON in UTF-8 holds this byte, all JSON in UTF-16 or UTF-32 does; lenient engines read those too.
+_NUL = b"\0"
 
 
 class Passthrough:
@@ -26,16 +32,22 @@ class Passthrough:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Forward a request whose body has not been read yet."""
-        if request.path in self._settings.private_paths:
+        if self._is_private(request.path):
             return problems.private_path(request.path).response(request.headers)
         if not request.body_exists:
             return await self.forward(request, None)
-        if content_type(request.headers) != "application/json":
+        if not _may_be_read_as_json(content_type(request.headers)):
             return await self.forward(request, None, stream_body=True)
-        raw = await read_body(request, self._settings.body_bytes_max)
-        if raw is None:
-            return problems.body_too_large(self._settings.body_bytes_max).response(request.headers)
-        return await self.forward(request, _cleaned(raw))
+        try:
+            body = _cleaned(await read_body(request, self._settings))
+        except BadBody as bad:
+            return bad.problem.response(request.headers)
+        return await self.forward(request, body)
+
+    def _is_private(self, path: str) -> bool:
+        """Whether a path, or a folder above it (written with its slash), is the operator's alone."""
+        private = self._settings.private_paths
+        return path in private or any(path.startswith(folder) for folder in private if folder.endswith("/"))
 
     async def forward(
         self, request: web.Request, body: bytes | None, *, stream_body: bool = False
@@ -50,7 +62,7 @@ class Passthrough:
             sent.popall("Content-Length", None)
         try:
             answer = await self._upstream.request(
-                request.method, target(base_url, request.raw_path), sent, _pieces(request) if stream_body else body
+                request.method, target(base_url, _path_of(request)), sent, _pieces(request) if stream_body else body
             )
         except UpstreamLost as lost:
             return problems.upstream_lost(str(lost)).response(request.headers)
@@ -74,14 +86,33 @@ class Passthrough:
             answer.close()
 
 
+class BadBody(Exception):
+    """A request's body cannot be used; `problem` tells the client why."""
+
+    def __init__(self, problem: problems.Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+def _path_of(request: web.Request) -> str:
+    """Path and query as the client wrote them, without a scheme and host before them (RFC 9112, 3.2.2)."""
+    return request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs
+
+
+def _may_be_read_as_json(media_type: str) -> bool:
+    """Web frameworks also take `+json`, and what says nothing, for JSON."""
+    return media_type in ("", "application/json") or media_type.endswith("+json")
+
+
 def _cleaned(raw: bytes) -> bytes:
-    """JSON without transfer fields: the very same bytes, if there are none."""
-    if not may_hold_transfer_fields(raw):
+    """JSON without transfer fields: the very same bytes, if there are none. Raises BadBody."""
+    if not may_hold_transfer_fields(raw) and _NUL not in raw:
         return raw
     try:
         body = parse_body(raw)
-    except ValueError:
-        return raw  # not an object of JSON: no engine reads a marker from it
+    except ValueError as error:
+        # An engine may be more lenient (NaN, lone surrogates, UTF-16), and find a marker where none was removed.
+        raise BadBody(problems.bad_request(str(error))) from error
     cleaned = without_transfer_fields(body)
     return raw if cleaned is body else encode_body(cleaned)
 
@@ -91,13 +122,21 @@ async def _pieces(request: web.Request) -> AsyncIterator[bytes]:
         yield data
 
 
-async def read_body(request: web.Request, bytes_max: int) -> bytes | None:
-    """A request's whole body, or None as soon as it is known to be larger than `bytes_max`."""
+async def read_body(request: web.Request, settings: ProxySettings) -> bytes:
+    """A request's whole body. Raises BadBody as soon as it is known to be too large, broken, or too late."""
+    bytes_max = settings.body_bytes_max
+    too_large = problems.body_too_large(bytes_max)
     if (request.content_length or 0) > bytes_max:
-        return None
+        raise BadBody(too_large)
     body = bytearray()
-    while data := await request.content.readany():
-        body += data
-        if len(body) > bytes_max:
-            return None
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            while data := await request.content.readany():
+                body += data
+                if len(body) > bytes_max:
+                    raise BadBody(too_large)
+    except TimeoutError as error:
+        raise BadBody(problems.body_too_late(settings.body_timeout_s)) from error
+    except (aiohttp.ClientPayloadError, HttpProcessingError) as error:
+        raise BadBody(problems.bad_request(f"the request body is broken off or not well formed: {error}")) from error
     return bytes(body)

@@ -57,6 +57,11 @@ def body_too_large(limit_bytes: int) -> Problem:
     )
 
 
+def body_too_late(timeout_s: float) -> Problem:
+    """A request whose body does not come."""
+    return Problem(408, "body_too_late", f"the request body did not arrive within {timeout_s:g} s: send it again")
+
+
 def private_path(path: str) -> Problem:
     """A route that the engine has for its operator."""
     return Problem(404, "private_path", f"{path} is not served to clients: ask the engine itself, from its own machine")

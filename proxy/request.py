@@ -28,7 +28,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     """Decode a request; ValueError says what is wrong with it."""
     try:
         body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"the request body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise ValueError(f"the request body is JSON, but not an object: {raw[:40]!r}")

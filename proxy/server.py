@@ -19,7 +19,7 @@ from .coordinator import Coordinator, SessionFacts
 from .eligible import why_not_resumable
 from .failover import Failover
 from .generation import Generation
-from .passthrough import Passthrough, read_body
+from .passthrough import BadBody, Passthrough, read_body
 from .request import Outgoing, encode_body, parse_body, wants_seed, wishes_of, without_transfer_fields
 from .settings import ProxySettings
 from .stream import StreamHandler
@@ -101,11 +101,11 @@ class _Requests:
             self._open_count -= 1
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        raw = await read_body(request, self._settings.body_bytes_max)
-        if raw is None:
-            return problems.body_too_large(self._settings.body_bytes_max).response(request.headers)
         try:
+            raw = await read_body(request, self._settings)
             asked = parse_body(raw)
+        except BadBody as bad:
+            return bad.problem.response(request.headers)
         except ValueError as error:
             return problems.bad_request(str(error)).response(request.headers)
         body = without_transfer_fields(asked)

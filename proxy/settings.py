@@ -12,6 +12,8 @@ class ProxySettings:
     """Limits and habits of the proxy; every default is one to serve with."""
 
     body_bytes_max: int = 32 << 20
+    # A client that sends only half of its body must not keep that half here for ever.
+    body_timeout_s: float = 120.0
     answer_bytes_max: int = 256 << 20
     event_bytes_max: int = BUFFER_BYTES_MAX
     requests_max: int = 20_000
@@ -28,12 +30,13 @@ class ProxySettings:
     assign_seed: bool = True
     # What an engine sends in place of token ids that nobody asked for: vLLM null, others no such key.
     hiding: Hiding = Hiding.NULL
-    # What the engine serves for its operator alone; clients get 404.
+    # What the engine serves for its operator alone; clients get 404. One that ends in / stands for all below it.
     private_paths: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for name in (
             "body_bytes_max",
+            "body_timeout_s",
             "answer_bytes_max",
             "event_bytes_max",
             "requests_max",

@@ -8,6 +8,8 @@ import logging
 import sys
 from datetime import UTC, datetime
 
+from aiohttp.http_exceptions import HttpProcessingError
+
 from .config import Log
 
 
@@ -27,6 +29,12 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(body)
 
 
+def _is_of_this_process(record: logging.LogRecord) -> bool:
+    """False for what is no HTTP: its sender got a 400, and must not be able to fill the log with tracebacks."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError)
+
+
 def configure(settings: Log) -> None:
     """Set up the root logger; replaces what was set up before."""
     handler = logging.StreamHandler(sys.stderr)
@@ -38,3 +46,4 @@ def configure(settings: Log) -> None:
     logging.basicConfig(handlers=[handler], level=settings.level.upper(), force=True)
     # Its access log would repeat each request that our own events tell already.
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    logging.getLogger("aiohttp.server").addFilter(_is_of_this_process)

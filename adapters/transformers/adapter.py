@@ -13,7 +13,7 @@ class TransformersAdapter(EngineAdapter):
 
     name = "transformers"
     capabilities = Capabilities(standby=True, in_place=True, disk=True, quiesce=True, hides_ids_as_null=False)
-    private_paths = frozenset({"/midstream/quiesce", "/midstream/unquiesce"})
+    private_paths = frozenset({"/midstream/quiesce", "/midstream/unquiesce", "/midstream/reservations/"})
 
     def recognises(self, argv: Sequence[str]) -> bool:
         return SERVER_MODULE in argv[:4]
