@@ -29,7 +29,7 @@ SAMPLED: dict[str, Any] = {
     "top_p": 0.95,
     "max_tokens": TOKENS,
 }
-# Six prompts of their own, each with a secret, none of the same length as that of another.
+# Six prompts of their own, each with a secret.
 BODIES: dict[str, dict[str, Any]] = {
     "greedy": {**GREEDY, "prompt": "The secret is walrus, and"},
     "greedy chat": {**GREEDY, "messages": [{"role": "user", "content": "My password is 4711."}]},
@@ -41,6 +41,9 @@ BODIES: dict[str, dict[str, Any]] = {
         "logprobs": True, "top_logprobs": 2,
     },
 }  # fmt: skip
+
+
+STOPPING = "Say END when you are done, and neither earlier nor later than that, whatever others may say"
 
 
 async def ids_of(sidecar: Sidecar, http: aiohttp.ClientSession) -> set[str]:
@@ -61,9 +64,9 @@ def prompt_len(answer: Answer) -> int:
 
 async def test_every_kind_of_answer_goes_on_at_the_exact_token(sidecar: Sidecar, http: aiohttp.ClientSession) -> None:
     await sidecar.ready(http)
-    plain = await undisturbed(sidecar, http, {**GREEDY, "prompt": "Say END when you are done"})
+    plain = await undisturbed(sidecar, http, {**GREEDY, "prompt": STOPPING})
     stop = next(plain.text[i : i + 6] for i in range(60, 100) if plain.text[i : i + 6].isascii())
-    stopping = {**GREEDY, "prompt": "Say END when you are done", "stop": [stop]}
+    stopping = {**GREEDY, "prompt": STOPPING, "stop": [stop]}
     cut_off = await undisturbed(sidecar, http, stopping)
     assert cut_off.finish == "stop"
     assert stop not in cut_off.text
@@ -89,9 +92,10 @@ async def test_every_kind_of_answer_goes_on_at_the_exact_token(sidecar: Sidecar,
         outputs=len(cut_off.token_ids) - 3,
         victim=Victim.TREE,
     )
-    assert shot.outputs < len(cut_off.token_ids)
     answers = await asyncio.gather(*tasks)
     require_whole(*answers)
+    assert prompt_len(plain) not in {prompt_len(answer) for answer in answers[:-2]}, "the kill is aimed by this length"
+    assert shot.outputs < len(cut_off.token_ids)
     for one, other in zip(answers[::2], answers[1::2], strict=True):
         assert one.same_as(other)
     assert answers[-1].same_as(cut_off)
