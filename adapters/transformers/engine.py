@@ -275,6 +275,16 @@ class Engine:
         needed = self.blocks_for(len(session.job.prompt_ids), session.job.max_tokens)
         resume, marker = session.resume, session.job.marker
         if marker is not None and not session.cold:
+            if (
+                resume is not None
+                and resume.kv is KvSource.HELD
+                and self._reservations.peek(marker.session) is not None
+            ):
+                # The mover copies out of the reserved blocks: nobody may compute into them before it has answered.
+                session.run = self._extents.take(needed)
+                if session.run is not None:
+                    return 0
+                session.source_lost = True
             reservation = self._reservations.take(marker.session)
             if reservation is not None:
                 covered = 0
@@ -325,7 +335,9 @@ class Engine:
             session.record.report(LoadState.WAITING, 0, 0)
 
     def _can_load(self, session: Session, resume: Resume) -> bool:
-        return self._limits.can_load and session.record.alive and resume.prompt_hash == self._hash(session)
+        if session.source_lost or not self._limits.can_load:
+            return False
+        return session.record.alive and resume.prompt_hash == self._hash(session)
 
     def _poll_load(self, session: Session) -> bool:
         """Look for the mover's answer; False while there is none."""
@@ -355,6 +367,7 @@ class Engine:
         """Go on behind `positions`. It is reported with the first new token, when what was computed again is known."""
         session.kv_len = session.loaded = positions
         session.load = LoadState.DONE
+        self._source_is_done(session)
         log.info("event=resumed session=%s loaded=%d of=%d", session.job.name, positions, len(session.ids) - 1)
 
     def _not_loaded(self, session: Session, load: LoadState) -> None:
@@ -362,7 +375,13 @@ class Engine:
         session.kv_len = session.loaded = 0
         session.load = load
         session.record.report(load, 0, 0)
+        self._source_is_done(session)
         log.info("event=recomputing session=%s positions=%d", session.job.name, len(session.ids))
+
+    def _source_is_done(self, session: Session) -> None:
+        """Nothing of the session's is read any more from blocks that the engine before has left here."""
+        if session.job.marker is not None:
+            self._reservations.give_up(session.job.marker.session)
 
     @contextmanager
     def _failing_alone(self, session: Session) -> Iterator[None]:
@@ -431,6 +450,7 @@ class Engine:
             return
         if session.phase is Phase.LOADING:
             self._rest_run(session)
+            self._source_is_done(session)
         else:
             self._extents.give(session.run)
             session.run = None

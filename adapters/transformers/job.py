@@ -87,6 +87,8 @@ class Session:
     closed: bool = False
     begun: bool = False
     cold: bool = False
+    # Where its KV was to be copied from is another's now.
+    source_lost: bool = False
     run: Run | None = None
     cache: Any = None
     record: Record = field(default_factory=lambda: Record(None, None))

@@ -355,6 +355,40 @@ async def test_in_place_the_old_blocks_are_used_as_they_are(arena: Path) -> None
             assert (slot.loaded, slot.recomputed) == (len(PROMPT) + 2, 1)
 
 
+async def test_blocks_that_the_mover_copies_from_are_nobody_s_until_it_has_answered(arena: Path) -> None:
+    model, extents, done = Adding(), Extents(12), outputs_of(PROMPT, 4)
+    kept = reservation(model, extents, done)
+    old = dict(model.memory)
+    async with engine(model, arena=arena, extents=extents, reservations=kept) as running:
+        session = running.submit(job(10, resumed(done, KvSource.HELD)))
+        stranger = running.submit(job(10, prompt=(9, 9)))
+        assert ids_of(await whole(stranger)) == outputs_of((9, 9), 10)
+        assert {place: model.memory[place] for place in old} == old
+        with closing(ArenaReader(arena)) as reader:
+            slot = reader.find(SESSION)
+            assert slot is not None
+            first = reader.table(slot).blocks[0] * BLOCK
+            assert first // BLOCK not in range(3, 7)
+            model.memory |= {first + place - 3 * BLOCK: token for place, token in old.items()}
+            reader.answer(slot, LoadState.DONE, len(PROMPT) + 3)
+        assert ids_of(await whole(session)) == outputs_of(PROMPT, 10)
+        for ended in (session, stranger):
+            running.close(ended)
+        await until(lambda: extents.free_count == 12)
+
+
+async def test_without_room_beside_the_blocks_to_copy_from_everything_is_computed_again(arena: Path) -> None:
+    model, extents, done = Adding(), Extents(7), outputs_of(PROMPT, 4)
+    kept = reservation(model, extents, done)
+    async with engine(model, arena=arena, extents=extents, reservations=kept) as running:
+        session = running.submit(job(10, resumed(done, KvSource.HELD)))
+        assert ids_of(await whole(session)) == outputs_of(PROMPT, 10)
+        with closing(ArenaReader(arena)) as reader:
+            slot = reader.find(SESSION)
+            assert slot is not None
+            assert (slot.load, slot.loaded, slot.recomputed) == (LoadState.FAILED, 0, len(PROMPT) + 4)
+
+
 @pytest.mark.parametrize("wrong", ["outputs", "prompt"])
 async def test_in_place_another_s_tokens_get_no_kv(arena: Path, wrong: str) -> None:
     model, extents, done = Adding(), Extents(16), outputs_of(PROMPT, 4)
