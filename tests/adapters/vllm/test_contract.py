@@ -31,7 +31,7 @@ def engine() -> EngineUnderTest:
     """vLLM on the CPU with the demo's model."""
     return EngineUnderTest(
         WithoutEnd(),
-        tuple(vllm_command()),
+        tuple(vllm_command("--max-model-len", "2048")),
         VLLM_ENVIRON,
         model="smollm2",
         block_tokens=BLOCK_TOKENS,
