@@ -19,7 +19,7 @@ from .generation import Generation
 from .problems import Problem
 from .splice import End, Splicer, Step
 from .sse import SseParser, encode_comment
-from .upstream import UpstreamLost, content_type, read_all, read_some
+from .upstream import UpstreamLost, content_type, read_all, read_some, unless_interrupted
 from .waiting import Waiting
 from .watch import Watch
 
@@ -143,7 +143,9 @@ class StreamHandler:
     async def _take_other_answer(self, answer: aiohttp.ClientResponse, placement: Placement) -> Step:
         """Not a stream: the engine's own error, mostly. It is the client's, unless the worker is dying."""
         try:
-            body = await read_all(answer, self._generation.settings.answer_bytes_max)
+            body = await unless_interrupted(
+                read_all(answer, self._generation.settings.answer_bytes_max), placement.interrupted
+            )
         except UpstreamLost as lost:
             return _interrupted(lost.reason, str(lost))
         except EngineError as error:
