@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -361,3 +362,37 @@ def test_a_manifest_under_another_session_is_never_that_sessions(store: DiskStor
     assert found is not None
     assert found.session == OTHER
     assert snapshot_of(found.chunks, OTHER) == found
+
+
+class HangingFiles(DurableFiles):
+    """A disk on which nothing becomes durable until it is let go."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.hangs = threading.Event()
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+
+    def sync_folder(self, path: Path) -> None:
+        if not self.goes_on.is_set():
+            self.hangs.set()
+            assert self.goes_on.wait(30)
+        super().sync_folder(path)
+
+
+def test_the_figures_are_told_while_the_disk_hangs(root: Path, opened: list[DiskStore]) -> None:
+    files = HangingFiles(root)
+    opened.append(DiskStore(root, files=files))
+    files.goes_on.clear()
+    writer = threading.Thread(target=write, args=(opened[-1], range(2)))
+    asker = threading.Thread(target=opened[-1].figures)
+    writer.start()
+    try:
+        assert files.hangs.wait(10)
+        asker.start()
+        asker.join(10)
+        assert not asker.is_alive()
+    finally:
+        files.goes_on.set()
+        writer.join(10)
+    assert opened[-1].figures().snapshots == 1
