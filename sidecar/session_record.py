@@ -117,8 +117,7 @@ def outcome_of(record: Record, slot: Slot | None, gap_s: float) -> tuple[Outcome
             outcome = Outcome.EXACT
         else:
             outcome, tier = Outcome.RECOMPUTED, Tier.JOURNAL
-            result = record.restore.result() if record.restore and record.restore.done() else None
-            detail = result.reason if result is not None and result.reason else "the engine did not get its KV"
+            detail = _why_not_restored(record.restore) or "the engine did not get its KV"
     elif tier is Tier.JOURNAL:
         outcome = Outcome.RECOMPUTED
     else:
@@ -137,7 +136,15 @@ def outcome_of(record: Record, slot: Slot | None, gap_s: float) -> tuple[Outcome
     )
 
 
+def _why_not_restored(restore: "asyncio.Task[RestoreResult] | None") -> str:
+    """The mover's reason; "" where it gave none. A restore that broke must not break the stream that asks."""
+    if restore is None or not restore.done() or restore.cancelled() or restore.exception() is not None:
+        return ""
+    return restore.result().reason
+
+
 def told(record: Record) -> dict[str, Any]:
+    """A session as `midstream sessions` shows it."""
     tracker = record.tracker
     return {
         "session": record.facts.session,
