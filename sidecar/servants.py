@@ -25,6 +25,8 @@ _LOG = logging.getLogger("midstream.servants")
 
 CHECK_EVERY_S = 1.0
 START_TIMEOUT_S = 10.0
+# A mover takes stock of its store before it answers; one that has ended is noticed at once all the same.
+MOVER_START_TIMEOUT_S = 60.0
 
 
 class HolderKeeper:
@@ -42,13 +44,14 @@ class HolderKeeper:
         """A holder answers when this returns; MidstreamError when none can be started."""
         if await asyncio.to_thread(self._answers):
             return
-        # Of its own session and without a death signal: it must outlive this process.
-        self._process = subprocess.Popen(  # noqa: ASYNC220 - a fork, once
-            [sys.executable, "-m", "midstream.sidecar.holder", "--socket", str(self.socket)],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        self.pid = self._process.pid
+        if self._process is None or self._process.poll() is not None:
+            # Of its own session and without a death signal: it must outlive this process.
+            self._process = subprocess.Popen(  # noqa: ASYNC220 - a fork, once
+                [sys.executable, "-m", "midstream.sidecar.holder", "--socket", str(self.socket)],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            self.pid = self._process.pid
         deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
         while not await asyncio.to_thread(self._answers):
             if self._process.poll() is not None or asyncio.get_running_loop().time() > deadline:
@@ -74,18 +77,22 @@ class HolderKeeper:
 
     async def keep(self) -> None:
         """Look after the holder until cancelled."""
+        lost = False
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
             if self._process is not None:
                 self._process.poll()
-            if await asyncio.to_thread(self._answers):
+            if not lost and await asyncio.to_thread(self._answers):
                 continue
+            # Until its pools were given to the new one, which may answer only some time after it was waited for.
+            lost = True
             _LOG.error("event=holder_lost socket=%s", self.socket)
             try:
                 await self.ensure()
             except MidstreamError as error:
                 _LOG.error("event=holder_start error=%s", error)
                 continue
+            lost = False
             self._on_restart()
             for pool, meta in list(self._metas.items()):
                 await asyncio.to_thread(self._rescue, pool, meta)
@@ -120,6 +127,7 @@ class MoverKeeper:
         self.socket = socket
         self._on_start = on_start
         self._process: subprocess.Popen[bytes] | None = None
+        self._answered = False
         self.restarts = -1
 
     @property
@@ -129,38 +137,48 @@ class MoverKeeper:
 
     async def ensure(self) -> None:
         """A mover is running when this returns; MidstreamError when it does not start."""
-        if self._process is not None and self._process.poll() is None:
+        if not self._runs():
+            self._start()
+        elif self._answered:
             return
-        self.restarts += 1
-        # That of a mover that was killed would be taken for the new one's.
-        self.socket.unlink(missing_ok=True)
-        # Not in a worker thread: the death signal is tied to the thread that forks.
-        # A session of its own: a signal to the sidecar's group must not end it before the last restore.
-        self._process = subprocess.Popen(  # noqa: ASYNC220
-            self._command,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=dies_with_parent(signal.SIGTERM),
-        )
-        deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
+        deadline = asyncio.get_running_loop().time() + MOVER_START_TIMEOUT_S
         # A mover that was killed has left its socket behind: only an answer is a sign of life.
         while not self._listens():
-            if self._process.poll() is not None or asyncio.get_running_loop().time() > deadline:
+            if not self._runs() or asyncio.get_running_loop().time() > deadline:
                 raise MidstreamError(f"the mover at {self.socket} does not start; see its last line above")
             await asyncio.sleep(0.02)
+        self._answered = True
         self._on_start()
 
     async def keep(self) -> None:
         """Look after the mover until cancelled."""
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
-            if self._process is not None and self._process.poll() is None:
+            if self._runs() and self._answered:
                 continue
-            _LOG.error("event=mover_lost socket=%s", self.socket)
+            if not self._runs():
+                _LOG.error("event=mover_lost socket=%s", self.socket)
             try:
                 await self.ensure()
             except MidstreamError as error:
                 _LOG.error("event=mover_start error=%s", error)
+
+    def _runs(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def _start(self) -> None:
+        self.restarts += 1
+        self._answered = False
+        # That of a mover that was killed would be taken for the new one's.
+        self.socket.unlink(missing_ok=True)
+        # Not in a worker thread: the death signal is tied to the thread that forks.
+        # A session of its own: a signal to the sidecar's group must not end it before the last restore.
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=dies_with_parent(signal.SIGTERM),
+        )
 
     def _listens(self) -> bool:
         with socket.socket(socket.AF_UNIX) as probe:
