@@ -13,6 +13,7 @@ from pathlib import Path
 import aiohttp
 
 from ..proxy.coordinator import Reason
+from ..session.errors import MidstreamError
 from ..session.ticket import claimed_epoch, worker_dir
 from .process_watch import Death, TreeWatch
 from .processes import Process, read_process, say_status
@@ -47,6 +48,9 @@ class Attached:
         self._on_state = on_state
         self._offered: tuple[int, Path] | None = None
         self._failures = 0
+        # The number of the next start, which is offered until somebody claims it.
+        self._next = 1
+        self._trouble = ""
         self._watch: TreeWatch | None = None
         self._process: Process | None = None
         self._established: list[Process] = []
@@ -55,16 +59,24 @@ class Attached:
         """Until cancelled."""
         try:
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)) as http:
-                await self._find_claimed()
+                await self._guarded(self._find_claimed())
                 while True:
-                    await self._look(http)
+                    await self._guarded(self._look(http))
                     await asyncio.sleep(POLL_S)
         finally:
             self._stop_watching()
 
+    async def _guarded(self, work: Awaitable[None]) -> None:
+        """A look that fails, as without descriptors, must not be the last one: the engine may serve all the same."""
+        try:
+            await work
+        except Exception as error:
+            self._stumbled("look_failed", error)
+
     async def _find_claimed(self) -> None:
         """After a restart of the sidecar: the engine may still run in the epoch that it claimed before."""
         number = claimed_epoch(self._folder) or 0
+        self._next = number + 1
         arena = self._folder / f"{number}.arena"
         if arena.exists():
             epoch = self._workers.begin_epoch(self._worker, number, arena)
@@ -72,15 +84,18 @@ class Attached:
                 self._watch_process(epoch)
             # Nobody who answers at its address now can be the engine that wrote there.
             epoch.dead = bool(epoch.facts) and self._process is None
-        self._offered = number + 1, await self._offer(self._worker, number + 1)
+        await self._offer_place(self._next)
 
     async def _look(self, http: aiohttp.ClientSession) -> None:
         healthy = await self._healthy(http)
+        if self._offered is None:
+            await self._offer_place(self._next)
         if self._offered is not None and (claimed_epoch(self._folder) or 0) >= self._offered[0]:
             self._lose(Reason.PROCESS_DEATH, "a new start of the engine")
             number, arena = self._offered
             epoch = self._workers.begin_epoch(self._worker, number, arena)
-            self._offered = number + 1, await self._offer(self._worker, number + 1)
+            self._next, self._offered = number + 1, None
+            await self._offer_place(self._next)
             _LOG.info("event=claimed worker=%s epoch=%d", self._worker.name, epoch.number)
         if not healthy:
             self._failures += 1
@@ -111,8 +126,22 @@ class Attached:
     async def _offer_its_pool(self, epoch: Epoch) -> None:
         """The next start may run in this epoch's pool, which was not known when its place was offered."""
         if epoch.pools and self._offered is not None and (claimed_epoch(self._folder) or 0) < self._offered[0]:
-            number = self._offered[0]
+            await self._offer_place(self._offered[0])
+
+    async def _offer_place(self, number: int) -> None:
+        """Offer the next start its place. Where that cannot be done now, as on a full tmpfs, later looks try again."""
+        try:
             self._offered = number, await self._offer(self._worker, number)
+        except (OSError, MidstreamError) as error:
+            self._stumbled("no_offer", error)
+        else:
+            self._trouble = ""
+
+    def _stumbled(self, event: str, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}"
+        if text != self._trouble:  # only a change is news
+            self._trouble = text
+            _LOG.error("event=%s worker=%s error=%s", event, self._worker.name, text)
 
     async def _healthy(self, http: aiohttp.ClientSession) -> bool:
         with suppress(aiohttp.ClientError, TimeoutError, OSError):
