@@ -127,6 +127,7 @@ async def test_a_worker_that_dies_at_the_last_token_leaves_one_ending(
     body = {**SAMPLED, "max_tokens": 20, "prompt": "One ending only"}
     wanted = await undisturbed(sidecar, http, body)
     targets = [await sidecar.target(http, name) for name in ("worker-0", "worker-1")]
+    killed = {target.name: target.pid for target in targets}
     for outputs in (20, 19):
         shooting = asyncio.to_thread(
             kill_at,
@@ -141,9 +142,18 @@ async def test_a_worker_that_dies_at_the_last_token_leaves_one_ending(
         assert shot.outputs >= outputs
         assert answer.same_as(wanted)
         assert (answer.finish, len(answer.token_ids)) == ("length", 20)
-        assert outcome_of(answer)[0] in ("exact", "undisturbed")
+        told = (await sidecar.sessions(http))[-1]
+        assert outcome_of(answer)[0] in ("exact", "undisturbed"), told
         # The second time the other worker dies, and nobody is left for a while.
         targets = [target for target in targets if target.name != shot.worker]
+
+        async def is_noticed(
+            http: aiohttp.ClientSession, name: str = shot.worker, pid: int = killed[shot.worker]
+        ) -> bool:
+            worker = await sidecar.worker(http, name)
+            return bool(worker["state"] != "ready" or worker["pid"] != pid)
+
+        await until(is_noticed, http)
 
 
 async def test_two_deaths_in_one_session_and_nobody_left_for_a_while(
