@@ -7,29 +7,30 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
 
 from ..session.errors import EngineError
-from .cli_options import AsJson, ConfigFile, settings_from
+from .cli_options import AsJson, ConfigFile, StateDir, settings_from
 from .config import Settings
+from .state_dir import listening_url, reachable_url
 
 _TIMEOUT_S = 5.0
 _ANSWER_BYTES_MAX = 64 << 20
 _WORKER_COLUMNS = ("name", "url", "state", "epoch", "pid", "sessions", "restarts")
 _SESSION_COLUMNS = ("session", "worker", "generation", "state", "tokens", "age_s", "path")
-_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}
 
 Url = Annotated[
     Optional[str],  # noqa: UP045 - typer reads the annotation
-    typer.Option("--url", help="Where the sidecar listens (default: from the settings)."),
+    typer.Option("--url", help="Where the sidecar listens (default: what it said in its state folder)."),
 ]
 
 
-def status(url: Url = None, as_json: AsJson = False, config: ConfigFile = None) -> int:
+def status(url: Url = None, as_json: AsJson = False, config: ConfigFile = None, state_dir: StateDir = None) -> int:
     """Show workers, holder and mover of the running sidecar."""
-    answer = ask(url or sidecar_url(settings_from(config, None).settings), "/midstream/v1/status")
+    answer = ask(url or sidecar_url(settings_from(config, None, state_dir=state_dir).settings), "/midstream/v1/status")
     if as_json:
         print(json.dumps(answer))
         return 0
@@ -43,9 +44,11 @@ def status(url: Url = None, as_json: AsJson = False, config: ConfigFile = None) 
     return 0
 
 
-def sessions(url: Url = None, as_json: AsJson = False, config: ConfigFile = None) -> int:
+def sessions(url: Url = None, as_json: AsJson = False, config: ConfigFile = None, state_dir: StateDir = None) -> int:
     """Show sessions in flight and their interruptions."""
-    answer = ask(url or sidecar_url(settings_from(config, None).settings), "/midstream/v1/sessions")
+    answer = ask(
+        url or sidecar_url(settings_from(config, None, state_dir=state_dir).settings), "/midstream/v1/sessions"
+    )
     if as_json:
         print(json.dumps(answer))
         return 0
@@ -60,11 +63,9 @@ def sessions(url: Url = None, as_json: AsJson = False, config: ConfigFile = None
 
 
 def sidecar_url(settings: Settings) -> str:
-    """Where a sidecar with these settings can be asked from this machine."""
-    host = _ANY_ADDRESS.get(settings.listen.host, settings.listen.host)
-    if ":" in host and not host.startswith("["):
-        host = f"[{host}]"
-    return f"http://{host}:{settings.listen.port}"
+    """Where the sidecar of these settings can be asked from this machine: where it said, else where it is to listen."""
+    told = listening_url(Path(settings.state_dir))
+    return told or reachable_url(settings.listen.host, settings.listen.port)
 
 
 def ask(url: str, path: str) -> dict[str, Any]:

@@ -33,9 +33,10 @@ from .coordinator import CoordinatorSettings, SidecarCoordinator
 from .hang import is_hung
 from .metrics import Metrics
 from .mover.client import MoverClient
+from .processes import send
 from .proxy_settings import proxy_settings
 from .servants import HolderKeeper, MoverKeeper
-from .state_dir import owned_state_dir
+from .state_dir import owned_state_dir, reachable_url, told_url
 from .supervise import Policy, WorkerState
 from .supervise_run import Command, EpochDeath, StateChange, Supervised
 from .workers import Epoch, Worker, Workers
@@ -109,7 +110,9 @@ class _Daemon:
             stack.push_async_callback(self._stop_engines)
             self._start_workers()
             host, bound = listener.getsockname()[:2]
-            _LOG.info("event=listening url=http://%s:%d state_dir=%s", host, bound, self._state)
+            stack.enter_context(told_url(self._state, reachable_url(host, bound)))
+            shown = f"[{host}]" if ":" in host else host
+            _LOG.info("event=listening url=http://%s:%d state_dir=%s", shown, bound, self._state)
             await self._stopping.wait()
             _LOG.info("event=stopping sessions=%d", self._coordinator.open_count)
             await self._drain()
@@ -161,10 +164,11 @@ class _Daemon:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             listener.bind((host, port))
             listener.listen(1024)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             listener.close()
+            why = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"cannot listen on {host}:{port} ({error.strerror}); stop what uses it, or choose another --port"
+                f"cannot listen on {host}:{port} ({why}); stop what uses it, or choose another --port"
             ) from error
         listener.setblocking(False)
         return listener
@@ -329,8 +333,7 @@ class _Daemon:
             if supervised is not None:
                 # A hung engine ends by SIGKILL only, and its death is then noticed as any other.
                 for process in supervised.processes():
-                    with suppress(ProcessLookupError):
-                        os.kill(process.pid, signal.SIGKILL)
+                    send(process, signal.SIGKILL)
             else:
                 self._workers.became(worker, WorkerState.DEAD, "hung: sessions are live and none got a token")
         finally:

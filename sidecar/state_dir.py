@@ -13,6 +13,8 @@ from pathlib import Path
 from ..session.errors import ConfigError
 
 LOCK = "sidecar.lock"
+URL = "url"
+_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 @contextlib.contextmanager
@@ -41,3 +43,36 @@ def owned_state_dir(path: Path) -> Iterator[Path]:
         yield path
     finally:
         os.close(lock)
+
+
+def reachable_url(host: str, port: int) -> str:
+    """Where something that listens on `host` can be asked from this machine."""
+    host = _ANY_ADDRESS.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextlib.contextmanager
+def told_url(path: Path, url: str) -> Iterator[None]:
+    """Say in the folder, while this lasts, where its sidecar listens: its port may be the engine's, or any free one.
+
+    Only commands that ask the sidecar want to know it; where it cannot be written, they have to be told.
+    """
+    temporary = path / f".{URL}.{os.getpid()}"
+    with contextlib.suppress(OSError):
+        temporary.write_text(url)
+        temporary.replace(path / URL)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            (path / URL).unlink(missing_ok=True)
+
+
+def listening_url(path: Path) -> str | None:
+    """Where the sidecar of a folder of this user's listens, as it said itself; None when none has."""
+    try:
+        if path.stat().st_uid != os.getuid():
+            return None
+        return (path / URL).read_text().strip() or None
+    except (OSError, ValueError):
+        return None
