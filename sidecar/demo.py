@@ -9,7 +9,6 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from difflib import SequenceMatcher
 from typing import Any
 
 import aiohttp
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..loadtest.client import Answer, read_stream
+from ..loadtest.exactness import lost_and_duplicated
 from ..loadtest.harness import SidecarProcess, Victim, kill_worker
 from ..session.errors import EngineError
 from . import environments
@@ -140,16 +140,6 @@ def compare(
         tokens_recomputed=int(last.get("tokens_recomputed", 0)),
         killed=killed,
     )
-
-
-def lost_and_duplicated(wanted: Sequence[int], got: Sequence[int]) -> tuple[int, int]:
-    """How many of the wanted tokens are missing, and how many tokens are there that should not be."""
-    lost = extra = 0
-    for kind, i1, i2, j1, j2 in SequenceMatcher(None, wanted, got, autojunk=False).get_opcodes():
-        if kind != "equal":
-            lost += i2 - i1
-            extra += j2 - j1
-    return lost, extra
 
 
 def _require_whole(answer: Answer) -> Answer:
