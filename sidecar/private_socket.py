@@ -23,6 +23,12 @@ def peer_uid(connection: socket.socket) -> int:
     return int(_CREDENTIALS.unpack(raw)[1])
 
 
+def peer_pid(connection: socket.socket) -> int:
+    """The process at the other end of a Unix socket: the one that listens, where the other end is a listener."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(raw)[0])
+
+
 @contextlib.contextmanager
 def private_socket(path: str, kind: int, *, backlog: int) -> Iterator[socket.socket]:
     """A non-blocking listening socket of `kind` at `path`. ConfigError says who or what is in the way."""

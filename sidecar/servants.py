@@ -6,12 +6,14 @@ watch.
 """
 
 import asyncio
+import errno
 import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 
 from ..session.errors import MidstreamError, PoolError
 from ..session.held import HolderClient, rescue
+from .private_socket import peer_pid
 from .processes import dies_with_parent
 
 _LOG = logging.getLogger("midstream.servants")
@@ -27,6 +30,15 @@ CHECK_EVERY_S = 1.0
 START_TIMEOUT_S = 10.0
 # A mover takes stock of its store before it answers; one that has ended is noticed at once all the same.
 MOVER_START_TIMEOUT_S = 60.0
+# One that lives and has not answered for so long is hung, or its socket was removed: it is killed, and another started.
+DEAF_S = 30.0
+ANSWER_TIMEOUT_S = 2.0
+KILL_TIMEOUT_S = 5.0
+
+
+def _is_out_of_descriptors(error: BaseException | None) -> bool:
+    """Whether it is this process that cannot ask, which says nothing of the one that is asked."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 class HolderKeeper:
@@ -39,12 +51,17 @@ class HolderKeeper:
         self._on_restart = on_restart
         self._metas: dict[str, Mapping[str, Any]] = {}
         self._process: subprocess.Popen[bytes] | None = None
+        # Of a holder that a sidecar before this one has started.
+        self._inherited_fd: int | None = None
+        self._heard_s = time.monotonic()
 
     async def ensure(self) -> None:
         """A holder answers when this returns; MidstreamError when none can be started."""
         if await asyncio.to_thread(self._answers):
+            self._note_inherited()
             return
         if self._process is None or self._process.poll() is not None:
+            self.socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             # Of its own session and without a death signal: it must outlive this process.
             self._process = subprocess.Popen(  # noqa: ASYNC220 - a fork, once
                 [sys.executable, "-m", "midstream.sidecar.holder", "--socket", str(self.socket)],
@@ -87,15 +104,41 @@ class HolderKeeper:
             # Until its pools were given to the new one, which may answer only some time after it was waited for.
             lost = True
             _LOG.error("event=holder_lost socket=%s", self.socket)
+            if time.monotonic() - self._heard_s > DEAF_S:
+                self._end_deaf()
             try:
                 await self.ensure()
-            except MidstreamError as error:
+            except (MidstreamError, OSError) as error:
                 _LOG.error("event=holder_start error=%s", error)
                 continue
             lost = False
             self._on_restart()
             for pool, meta in list(self._metas.items()):
                 await asyncio.to_thread(self._rescue, pool, meta)
+
+    def _note_inherited(self) -> None:
+        """Remember whose the socket is, if it is no child of ours."""
+        if self._process is not None or self._inherited_fd is not None:
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe, suppress(OSError):
+            probe.settimeout(ANSWER_TIMEOUT_S)
+            probe.connect(str(self.socket))
+            self._inherited_fd = os.pidfd_open(peer_pid(probe))
+
+    def _end_deaf(self) -> None:
+        """Kill a holder that lives and does not answer: nobody could start another in its place."""
+        self._heard_s = time.monotonic()
+        if self._process is not None and self._process.poll() is None:
+            _LOG.error("event=holder_deaf pid=%s action=killed", self.pid)
+            self._process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(KILL_TIMEOUT_S)
+        if self._inherited_fd is not None:
+            _LOG.error("event=holder_deaf action=killed")
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._inherited_fd, signal.SIGKILL)
+            os.close(self._inherited_fd)
+            self._inherited_fd = None
 
     def _rescue(self, pool: str, meta: Mapping[str, Any]) -> None:
         owner = meta.get("owner") or {}
@@ -114,8 +157,9 @@ class HolderKeeper:
     def _answers(self) -> bool:
         try:
             self.client.list()
-        except PoolError:
-            return False
+        except PoolError as error:
+            return _is_out_of_descriptors(error.__cause__)
+        self._heard_s = time.monotonic()
         return True
 
 
@@ -152,16 +196,40 @@ class MoverKeeper:
 
     async def keep(self) -> None:
         """Look after the mover until cancelled."""
+        heard_s = time.monotonic()
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
             if self._runs() and self._answered:
-                continue
+                if await asyncio.to_thread(self._answers):
+                    heard_s = time.monotonic()
+                if time.monotonic() - heard_s <= DEAF_S:
+                    continue
+                _LOG.error("event=mover_deaf pid=%s action=killed", self.pid)
+                self._kill()
             if not self._runs():
                 _LOG.error("event=mover_lost socket=%s", self.socket)
+            heard_s = time.monotonic()
             try:
                 await self.ensure()
-            except MidstreamError as error:
+            except (MidstreamError, OSError) as error:
                 _LOG.error("event=mover_start error=%s", error)
+
+    def _answers(self) -> bool:
+        """Whether it does its work; a process that was stopped still has a socket that takes connections."""
+        try:
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.settimeout(ANSWER_TIMEOUT_S)
+                probe.connect(str(self.socket))
+                probe.sendall(b'{"op":"status"}\n')
+                return bool(probe.recv(1))
+        except OSError as error:
+            return _is_out_of_descriptors(error)
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(KILL_TIMEOUT_S)
 
     def _runs(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -169,6 +237,7 @@ class MoverKeeper:
     def _start(self) -> None:
         self.restarts += 1
         self._answered = False
+        self.socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # That of a mover that was killed would be taken for the new one's.
         self.socket.unlink(missing_ok=True)
         # Not in a worker thread: the death signal is tied to the thread that forks.
