@@ -25,14 +25,9 @@ BLOCK_COUNT = 11
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
     """A sidecar with one worker that has little room."""
-    rig = Rig(
-        "--max-model-len",
-        "512",
-        "--num-gpu-blocks-override",
-        str(BLOCK_COUNT),
-        workers=1,
-        settings={"restore.load_timeout_s": 4},
-    )
+    # Who waits for room on a busy machine is not stalled; a queue that never moves would be one all the same.
+    settings = {"restore.load_timeout_s": 4, "proxy.stall_floor_s": 100}
+    rig = Rig("--max-model-len", "512", "--num-gpu-blocks-override", str(BLOCK_COUNT), workers=1, settings=settings)
     try:
         rig.start()
         yield rig
