@@ -29,6 +29,7 @@ POOLS_MAX = 64
 POOLS_MAX_LIMIT = 256
 CONNECTIONS_MAX = 128
 FDS_PER_MESSAGE = 4
+LOG_BYTES_MAX = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +195,22 @@ def _end(_signal: int, _frame: FrameType | None) -> None:
     raise SystemExit(0)
 
 
+def _write_to(log: str) -> None:
+    """Let go of the sidecar's output: a pipe that is still open here would never end for whoever reads it.
+
+    What is written from here on is the traceback of a defect, at most; the log keeps those of holders before this one.
+    """
+    try:
+        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        if os.fstat(fd).st_size > LOG_BYTES_MAX:
+            os.ftruncate(fd, 0)
+    except OSError:
+        fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    for output in (1, 2):
+        os.dup2(fd, output)
+    os.close(fd)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Hold pools until SIGTERM, which is exit status 0; returns only when it cannot."""
     parser = argparse.ArgumentParser(prog="midstream.sidecar.holder", description="Keeps KV pools alive.")
@@ -206,6 +223,7 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, _end)
     try:
         with private_socket(options.socket, socket.SOCK_SEQPACKET, backlog=CONNECTIONS_MAX) as listener:
+            _write_to(options.socket + ".log")
             Holder(listener, Pools(options.pools_max)).run()
     except ConfigError as error:
         print(f"holder: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""A sidecar says where it listens, and the commands that ask it find it there."""
+"""A sidecar says where it listens, and the commands that ask it find it there; its output ends with it."""
 
 import json
 import os
@@ -50,11 +50,11 @@ def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
         assert listening_url(tmp_path / "gone") is None
 
 
-def test_status_finds_a_sidecar_on_any_port(tmp_path: Path) -> None:
+def test_status_finds_a_sidecar_on_any_port_and_its_output_ends_with_it(tmp_path: Path) -> None:
     state = tmp_path / "state"
     options = ("--state-dir", str(state))
     serving = [*CLI, "serve", "--worker", "a=http://127.0.0.1:9", "--port", "0", *options]
-    sidecar = subprocess.Popen(serving, stderr=subprocess.DEVNULL)
+    sidecar = subprocess.Popen(serving, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         deadline_s = time.monotonic() + 30
         while listening_url(state) is None and time.monotonic() < deadline_s:
@@ -64,6 +64,8 @@ def test_status_finds_a_sidecar_on_any_port(tmp_path: Path) -> None:
         assert told["state_dir"] == str(state)
     finally:
         sidecar.send_signal(signal.SIGTERM)
-        sidecar.wait(30)
+        # The holder lives on, and must not keep the pipe open.
+        written, _ = sidecar.communicate(timeout=30)
         os.kill(told["holder"]["pid"], signal.SIGKILL)
+    assert b"event=stopping" in written
     assert listening_url(state) is None
