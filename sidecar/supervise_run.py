@@ -202,11 +202,12 @@ class Supervised:
                 if not self._is_starting(epoch):
                     return
                 self._popen = popen = _start(command)
-            except (OSError, ValueError, MidstreamError) as error:
+                self._watch = TreeWatch(read_child(popen.pid), lambda death: self._process_died(epoch, death))
+                self._watch.start()
+            except (OSError, ValueError, subprocess.SubprocessError, MidstreamError) as error:
+                # Also what was started but cannot be watched, as without descriptors: the end of the tree follows.
                 self._happened(Died(epoch, f"it could not be started: {error}"))
                 return
-            self._watch = TreeWatch(read_child(popen.pid), lambda death: self._process_died(epoch, death))
-            self._watch.start()
             self._epoch_tasks = [
                 asyncio.create_task(self._forward(popen), name=f"output of {self.worker}/{epoch}"),
                 asyncio.create_task(self._until_healthy(epoch, command.url), name=f"health of {self.worker}/{epoch}"),
