@@ -81,3 +81,9 @@ def too_many(requests_max: int) -> Problem:
     """More open requests than the proxy was told to hold."""
     text = f"{requests_max} requests are open: try again, or raise the proxy's requests_max"
     return Problem(503, "too_many_requests", text, "service_unavailable", 1)
+
+
+def too_many_connections(connections_max: int) -> Problem:
+    """More connections than there are descriptors for."""
+    text = f"{connections_max} connections are open: try again, or raise the limit on open files (ulimit -n)"
+    return Problem(503, "too_many_connections", text, "service_unavailable", 1)

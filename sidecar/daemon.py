@@ -20,6 +20,7 @@ import uvloop
 
 from ..adapters.contract import Beside, EngineAdapter, flag_value
 from ..adapters.registry import adapter_for
+from ..proxy.connections import BoundedSite, connections_within, raise_descriptor_limit
 from ..proxy.coordinator import Reason
 from ..proxy.server import build_app, make_runner
 from ..session.arena import create_arena
@@ -174,8 +175,6 @@ class _Daemon:
         return listener
 
     async def _serve(self, listener: socket.socket) -> Any:
-        from aiohttp import web
-
         private = self._adapter.private_paths if self._adapter is not None else frozenset()
         app = build_app(
             self._coordinator,
@@ -185,7 +184,7 @@ class _Daemon:
         app.on_response_prepare.append(api.counting(self._metrics))
         runner = make_runner(app)
         await runner.setup()
-        await web.SockSite(runner, listener).start()
+        await BoundedSite(runner, listener, connections_max=connections_within(raise_descriptor_limit())).start()
         return runner
 
     # ---- workers
