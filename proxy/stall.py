@@ -1,7 +1,8 @@
 """When a stream that says nothing counts as stalled: relative to its own rhythm. Pure: time is an argument.
 
 Owns the account of a stream's gaps between tokens. Invariant: no verdict before the first token (a long prefill is no
-stall), and none for answers that are not streamed (they never make a `Rhythm`). It does not act on its verdict.
+stall), and none for answers that are not streamed (they never make a `Rhythm`). A replay is no token of a rhythm: what
+follows it is a wait for room and KV, bounded by the ceiling alone. It does not act on its verdict.
 """
 
 from dataclasses import dataclass
@@ -29,16 +30,24 @@ class StallPolicy:
 class Rhythm:
     """The rhythm of one stream: tell it of tokens and ask it when silence becomes a stall."""
 
-    __slots__ = ("_last_s", "_policy", "_slow_s")
+    __slots__ = ("_last_s", "_policy", "_slow_s", "_waits")
 
     def __init__(self, policy: StallPolicy) -> None:
         self._policy = policy
         self._last_s: float | None = None
         self._slow_s = 0.0
+        self._waits = False
+
+    def replayed(self, now_s: float) -> None:
+        """Old tokens arrived again; the engine has yet to make room for the session and get its KV."""
+        self._last_s = now_s
+        self._waits = True
 
     def token(self, now_s: float) -> None:
         """Tokens arrived (several in one read count as one beat)."""
-        if self._last_s is not None:
+        if self._waits:
+            self._waits = False
+        elif self._last_s is not None:
             gap_s = now_s - self._last_s
             # A maximum that decays: a slow quantile without keeping the gaps.
             self._slow_s = max(gap_s, self._slow_s * _FORGET)
@@ -52,6 +61,8 @@ class Rhythm:
     def limit_s(self) -> float:
         """How long a silence may be."""
         policy = self._policy
+        if self._waits:
+            return policy.ceiling_s
         return min(policy.ceiling_s, max(policy.floor_s, policy.factor * self._slow_s))
 
     def remaining_s(self, now_s: float) -> float | None:

@@ -112,6 +112,8 @@ class StreamHandler:
 
     async def _read(self, answer: aiohttp.ClientResponse, placement: Placement) -> Step:
         parser = SseParser(self._generation.settings.event_bytes_max)
+        resume = placement.marker.resume
+        replayed = len(resume.outputs) if resume is not None else 0
         with Watch(answer, placement.interrupted, self._generation.settings.stall) as watch:
             while True:
                 try:
@@ -123,7 +125,11 @@ class StreamHandler:
                 except EngineError as error:
                     return _interrupted(Reason.ENGINE_ERROR, str(error))
                 if step.tokens:
-                    watch.token()
+                    replayed -= step.tokens
+                    if replayed < 0:
+                        watch.token()
+                    else:
+                        watch.replayed()
                 if step.out:
                     watch.sending = True
                     response = self._response

@@ -29,6 +29,7 @@ class Watch:
         # Set while the proxy waits for the client: silence is not the engine's then.
         self.sending = False
         self._overdue = False
+        self._is_patient = False
 
     def __enter__(self) -> "Watch":
         self._interrupted.add_done_callback(self._on_interrupted)
@@ -44,6 +45,19 @@ class Watch:
         self._overdue = False
         self._rhythm.token(self._loop.time())
         if self._timer is None:
+            self._look()
+        elif self._is_patient:
+            # It was set for the wait after a replay, which is far longer than any between tokens.
+            self._timer.cancel()
+            self._is_patient = False
+            self._look()
+
+    def replayed(self) -> None:
+        """Tokens arrived that an earlier worker had made."""
+        self._overdue = False
+        self._rhythm.replayed(self._loop.time())
+        if self._timer is None:
+            self._is_patient = True
             self._look()
 
     def _look(self) -> None:

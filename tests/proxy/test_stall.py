@@ -48,6 +48,14 @@ def test_a_pause_of_the_proxys_own_is_not_the_engines_silence() -> None:
     assert paused.limit_s() == 10
 
 
+def test_after_a_replay_the_wait_for_room_and_kv_is_no_stall_until_the_ceiling() -> None:
+    resumed = Rhythm(POLICY)
+    resumed.replayed(0)
+    assert resumed.remaining_s(99) == pytest.approx(1)
+    resumed.token(60)
+    assert resumed.remaining_s(60) == pytest.approx(POLICY.floor_s), "and that wait says nothing of its rhythm"
+
+
 def test_a_resumed_rhythm_without_tokens_has_no_verdict_either() -> None:
     silent = rhythm()
     silent.resume(5)
