@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..proxy.coordinator import Outcome, Placement, Reason, SessionFacts
@@ -276,13 +276,17 @@ class SidecarCoordinator:
     async def _plan_when_possible(self, record: Record, delivered: Sequence[int], without_kv: bool) -> Plan:
         while True:
             changed = self._changed
-            account = await self._account(record, delivered)
+            account = self._account(record, delivered)
             now = time.monotonic()
             candidates = [
                 c for c in self._workers.candidates()
                 if record.suspects.get((c.worker, c.epoch), 0.0) <= now
             ]  # fmt: skip
             chosen = plan(account, candidates, without_kv=without_kv, tiers=self._settings.tiers)
+            if chosen is not None and chosen.tier not in (Tier.HELD, Tier.IN_PLACE) and not chosen.finish:
+                # Asked for only here: a disk that is slow or hangs must not keep a session from KV that is held.
+                account = await self._with_stored(record, account)
+                chosen = plan(account, candidates, without_kv=without_kv, tiers=self._settings.tiers)
             if chosen is not None and chosen.tier is Tier.IN_PLACE and not await self._kv.verified(record):
                 record.kv_lost = True
                 continue
@@ -303,7 +307,7 @@ class SidecarCoordinator:
         """Whether the chosen worker lived through the checking of its KV."""
         return any((c.worker, c.epoch) == _id(chosen) for c in self._workers.candidates())
 
-    async def _account(self, record: Record, delivered: Sequence[int]) -> Account:
+    def _account(self, record: Record, delivered: Sequence[int]) -> Account:
         slot = record.source.slot()
         outputs = known_outputs(record.known, delivered)
         held = (
@@ -314,24 +318,29 @@ class SidecarCoordinator:
             and not record.source.epoch.overwritten
             and not record.kv_lost
         )
-        stored = await self._kv.stored(record)
         if slot is not None:
             record.prompt_hash = slot.prompt_hash
-        elif stored is not None:
-            record.prompt_hash = stored.prompt_hash
         return Account(
             journal=record.known,
             delivered=tuple(delivered),
-            prompt_len=slot.prompt_len if slot else (stored.prompt_len if stored else 0),
+            prompt_len=slot.prompt_len if slot else 0,
             finish=finish_of(record) if outputs == record.known else "",
             output_max=output_max(record.facts.body),
             wants_logprobs=wants_logprobs(record.facts.body),
             streamed=record.facts.stream,
             held_kv=held,
-            stored_kv_len=stored.kv_len if stored is not None else 0,
+            stored_kv_len=0,
             epoch=record.source.epoch.id,
             key=record.source.epoch.key,
         )
+
+    async def _with_stored(self, record: Record, account: Account) -> Account:
+        stored = await self._kv.stored(record)
+        if stored is None:
+            return account
+        if not account.prompt_len:
+            record.prompt_hash = stored.prompt_hash
+        return replace(account, prompt_len=account.prompt_len or stored.prompt_len, stored_kv_len=stored.kv_len)
 
     def _place(self, record: Record, chosen: Plan) -> Placement:
         worker = self._workers.get(chosen.candidate.worker)
