@@ -114,7 +114,8 @@ class Supervise(_Part, frozen=True):
         float, Meta(gt=0, le=86_400, description="Time for an engine to answer its health check.")
     ] = 900.0
     stop_timeout_s: Annotated[
-        float, Meta(gt=0, le=3600, description="Time between SIGTERM and SIGKILL when an engine is stopped.")
+        float,
+        Meta(gt=0, le=3600, description="At the end: time for sessions to end, then for engines before SIGKILL."),
     ] = 30.0
     restart_backoff_s: Annotated[
         float,
