@@ -6,9 +6,11 @@ once, is left alone for a while, and is never the reason for anything else to st
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import OrderedDict, deque
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -193,7 +195,7 @@ class Snapshotter:
                 raise MoverError(Reason.TABLE, f"session {slot.session}: its table is shorter than its journal")
             sums = list(self._sums.get(owner, covered.table.generation))
             try:
-                with await asyncio.to_thread(self._store.begin) as draft:
+                async with _draft(self._store) as draft:
                     names = await asyncio.to_thread(_put_blocks, draft, pool, covered, written.names, sums)
                     coverage.check_unchanged(reader, covered)
                     manifest = _manifest(reader, pool, covered, names)
@@ -235,6 +237,17 @@ class Snapshotter:
         if self._failing:
             self._failing = False
             _log.info("event=snapshots_go_on")
+
+
+@contextlib.asynccontextmanager
+async def _draft(store: Store) -> AsyncIterator[Draft]:
+    """A draft, begun and left in worker threads: leaving one may remove files, and wait for who writes others."""
+    with contextlib.ExitStack() as stack:
+        draft = await asyncio.to_thread(lambda: stack.enter_context(store.begin()))
+        try:
+            yield draft
+        finally:
+            await asyncio.to_thread(stack.close)
 
 
 def _put_blocks(draft: Draft, pool: MappedPool, covered: Covered, known: list[str], sums: list[int]) -> list[str]:
