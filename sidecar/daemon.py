@@ -276,6 +276,9 @@ class _Daemon:
         worker = self._workers.get(change.worker)
         if change.state is WorkerState.RESTARTING:
             self._metrics.worker_restarts.labels(worker.name).inc()
+            if worker.current is not None and worker.current.pools and worker.current.arena_path is not None:
+                # Nothing of the engine is left: its sessions' blocks must stay as they are until they are fetched.
+                self._spawn(self._seal(worker.current.arena_path), f"seal of {worker.name}")
         self._workers.became(worker, change.state, change.text, change.pid)
         if change.state is WorkerState.READY:
             self._on_ready()
@@ -296,6 +299,12 @@ class _Daemon:
                 await self._mover_client.watch(epoch.arena_path, epoch.worker)
             except MidstreamError as error:
                 _LOG.warning("event=watch worker=%s epoch=%d error=%s", epoch.worker, epoch.number, error)
+
+    async def _seal(self, arena: Path) -> None:
+        try:
+            await self._mover_client.seal(arena)
+        except MidstreamError as error:
+            _LOG.warning("event=seal arena=%s error=%s", arena, error)
 
     def _epoch_lost(self, epoch: Epoch, reason: Reason) -> None:
         self._coordinator.epoch_lost(epoch, reason)

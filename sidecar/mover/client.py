@@ -29,6 +29,7 @@ CALL_S = 5.0
 CONNECT_S = 1.0
 CONNECT_AGAIN_S = 0.05
 SNAPSHOT_S = 300.0
+SEAL_S = 60.0
 # What an answer may take longer than the deadline that the mover itself keeps.
 GRACE_S = 2.0
 
@@ -51,6 +52,10 @@ class MoverClient:
     async def unwatch(self, arena: Path) -> None:
         """Stop following an arena; it can still be restored from."""
         await self._ask(Op.UNWATCH, CALL_S, arena=str(arena))
+
+    async def seal(self, arena: Path) -> None:
+        """Have every block of a dead writer's live sessions summed, so that what scribbles there later is noticed."""
+        await self._ask(Op.SEAL, SEAL_S, arena=str(arena))
 
     async def release(self, arena: Path) -> None:
         """Let go of an arena, its sums and its pool: nothing will be restored from there any more."""

@@ -56,6 +56,7 @@ class Operations:
         return {
             Op.WATCH: self._watch,
             Op.UNWATCH: self._unwatch,
+            Op.SEAL: self._seal,
             Op.RELEASE: self._release,
             Op.RESTORE: self._restore,
             Op.VERIFY: self._verify,
@@ -77,6 +78,9 @@ class Operations:
         if self._snapshotter is not None:
             self._snapshotter.unseen(path)
         return {"unwatched": self._watcher.unwatch(path)}
+
+    async def _seal(self, message: dict[str, Any]) -> dict[str, Any]:
+        return {"sealed": await self._watcher.seal(path_field(message, "arena"))}
 
     async def _release(self, message: dict[str, Any]) -> dict[str, Any]:
         path = path_field(message, "arena")
@@ -107,8 +111,8 @@ class Operations:
             raise MoverError(Reason.SESSION, f"session {session} is not in {path}")
         covered = coverage.read(reader, slot)
         block_tokens = pool.layout.block_tokens
-        full = covered.kv_len // block_tokens
-        sums = list(self._sums.get((path, session, slot.generation), covered.table.generation))[:full]
+        count = -(-covered.kv_len // block_tokens)
+        sums = list(self._sums.get((path, session, slot.generation), covered.table.generation))[:count]
         found = await asyncio.to_thread(sum_blocks, pool, covered.table.blocks[: len(sums)])
         coverage.check_unchanged(reader, covered)
         damaged = [ordinal for ordinal, value in enumerate(found) if value != sums[ordinal]]
@@ -117,9 +121,9 @@ class Operations:
         return result_fields(
             VerifyResult(
                 tokens=damaged[0] * block_tokens if damaged else covered.kv_len,
-                verified_tokens=(damaged[0] if damaged else len(sums)) * block_tokens,
+                verified_tokens=min((damaged[0] if damaged else len(sums)) * block_tokens, covered.kv_len),
                 blocks_verified=len(sums) - len(damaged),
-                blocks_unverified=-(-covered.kv_len // block_tokens) - len(sums),
+                blocks_unverified=count - len(sums),
                 blocks_damaged=len(damaged),
             )
         )

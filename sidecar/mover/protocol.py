@@ -28,6 +28,7 @@ class Op(StrEnum):
 
     WATCH = "watch"
     UNWATCH = "unwatch"
+    SEAL = "seal"
     RELEASE = "release"
     RESTORE = "restore"
     VERIFY = "verify"

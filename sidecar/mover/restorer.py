@@ -237,9 +237,8 @@ class Restorer:
         if pool.identity == to.pool.identity and not old_blocks.isdisjoint(moved):
             raise MoverError(Reason.OVERLAP, f"session {order.session}: old and new blocks overlap in another order")
         sums = self._sums.get((path, order.session, generation), covered.table.generation)
-        full = to.tokens // pool.layout.block_tokens
         work = [
-            BlockCopy(i, old, new, sums[i] if i < min(full, len(sums)) else None)
+            BlockCopy(i, old, new, sums[i] if i < len(sums) else None)
             for i, (old, new) in enumerate(zip(blocks, to.blocks, strict=True))
         ]
         done = Copied(0, 0, 0)

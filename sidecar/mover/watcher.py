@@ -123,6 +123,25 @@ class Watcher:
             if self._not_before.get(owner, 0.0) <= now:
                 await self._sum(reader, owner, slot)
 
+    async def seal(self, path: Path) -> int:
+        """Sum what has no sum yet of the live sessions of a writer that is dead, tails too; how many blocks."""
+        reader, pool = self._sources.reader(path), await self._sources.pool(path)
+        sealed = 0
+        for slot in [slot for slot in reader.slots() if slot.state is SlotState.LIVE]:
+            owner = (path, slot.session, slot.generation)
+            try:
+                covered = coverage.read(reader, slot)
+                first = len(self._sums.get(owner, covered.table.generation))
+                due = covered.table.blocks[first : -(-covered.kv_len // pool.layout.block_tokens)][: self._sums.room]
+                values = await asyncio.to_thread(sum_blocks, pool, due)
+                coverage.check_unchanged(reader, covered)
+            except MoverError:
+                continue
+            self._sums.add(owner, covered.table.generation, first, values)
+            sealed += len(due)
+        self._counters.blocks_summed += sealed
+        return sealed
+
     async def _sum(self, reader: ArenaReader, owner: Owner, slot: Slot) -> None:
         pool = await self._sources.pool(owner[0])
         block_tokens = pool.layout.block_tokens

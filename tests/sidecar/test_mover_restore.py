@@ -151,6 +151,21 @@ async def test_a_block_that_changed_since_it_filled_fails_the_restore_and_is_not
     assert (verified.blocks_damaged, verified.tokens, verified.blocks_verified) == (1, damage * BLOCK_TOKENS, 2)
 
 
+async def test_what_scribbles_in_a_dead_writers_tail_is_noticed_once_it_was_sealed(
+    mover: MoverClient, old: Worker, new: Worker
+) -> None:
+    outputs = list(range(100, 108))
+    old.run(SESSION, PROMPT, outputs, [1, 2, 3, 4])
+    await mover.seal(old.arena)
+    sound = await mover.verify(old.arena, SESSION, 1)
+    assert (sound.tokens, sound.verified_tokens, sound.blocks_unverified) == (13, 13, 0)
+    old.view[old.layout.spans(4)[1][0]] ^= 1
+    slot = new.wait(SESSION, PROMPT, outputs, [9, 8, 7, 6])
+    assert (await restore(mover, old, new)).reason == "checksum"
+    assert slot.inbox() == (LoadState.FAILED, 0)
+    assert (await mover.verify(old.arena, SESSION, 1)).tokens == 3 * BLOCK_TOKENS
+
+
 async def test_verify_says_what_is_known_good(mover: MoverClient, old: Worker) -> None:
     await mover.watch(old.arena, "old")
     old.run(SESSION, PROMPT, list(range(100, 108)), [1, 2, 3, 4])
