@@ -165,7 +165,14 @@ class MoverClient:
                 reader, self._writer = await self._connect()
                 self._reading = asyncio.create_task(self._read(reader, self._writer))
             writer = self._writer
-        writer.write(line)
+        # A loss may be known to the transport before the reader was told; uvloop's then takes nothing any more,
+        # and says so with a RuntimeError.
+        if writer.is_closing():
+            raise ConnectionResetError("the connection was closed")
+        try:
+            writer.write(line)
+        except RuntimeError as error:
+            raise ConnectionResetError(str(error)) from error
         await writer.drain()
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
