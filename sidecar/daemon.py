@@ -175,10 +175,9 @@ class _Daemon:
         return listener
 
     async def _serve(self, listener: socket.socket) -> Any:
-        private = self._adapter.private_paths if self._adapter is not None else frozenset()
         app = build_app(
             self._coordinator,
-            proxy_settings(self._settings, self._adapter, private),
+            proxy_settings(self._settings, self._adapter),
             routes=api.routes(self._workers, self._coordinator, self._metrics, self._status),
         )
         app.on_response_prepare.append(api.counting(self._metrics))

@@ -1,13 +1,14 @@
 """From the sidecar's settings to the proxy's."""
 
 from ..adapters.contract import EngineAdapter
+from ..adapters.registry import ADAPTERS
 from ..proxy.dialects.hiding import Hiding
 from ..proxy.settings import ProxySettings
 from ..proxy.stall import StallPolicy
 from .config import Settings
 
 
-def proxy_settings(settings: Settings, adapter: EngineAdapter | None, private_paths: frozenset[str]) -> ProxySettings:
+def proxy_settings(settings: Settings, adapter: EngineAdapter | None) -> ProxySettings:
     """What the proxy of this sidecar does; `adapter` is None where others start the engines, which are vLLM then."""
     as_null = adapter is None or adapter.capabilities.hides_ids_as_null
     proxy = settings.proxy
@@ -18,5 +19,10 @@ def proxy_settings(settings: Settings, adapter: EngineAdapter | None, private_pa
         stall=StallPolicy(floor_s=proxy.stall_floor_s, factor=proxy.stall_factor),
         assign_seed=proxy.assign_seed,
         hiding=Hiding.NULL if as_null else Hiding.ABSENT,
-        private_paths=private_paths,
+        private_paths=adapter.private_paths if adapter is not None else _every_private_path(),
     )
+
+
+def _every_private_path() -> frozenset[str]:
+    """Of all engines: which ones others start is not known, and some of these paths run code that the caller names."""
+    return frozenset().union(*(known.private_paths for known in ADAPTERS.values()))
