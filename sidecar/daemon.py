@@ -332,7 +332,9 @@ class _Daemon:
 
     async def _check_hang(self, worker: Worker, epoch: Epoch) -> None:
         try:
-            if not await is_hung(epoch, HANG_WATCH_S):
+            # An engine that works may be silent for longer than a stream: its first grammar or logprobs takes half a
+            # minute. What stalled has gone elsewhere already; only the restart waits for this.
+            if not await is_hung(epoch, max(HANG_WATCH_S, self._settings.proxy.stall_floor_s)):
                 return
             _LOG.error("event=hung worker=%s epoch=%d", worker.name, epoch.number)
             self._epoch_lost(epoch, Reason.STALL)

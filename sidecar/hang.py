@@ -9,6 +9,8 @@ import asyncio
 from ..session.records import SlotState
 from .workers import Epoch
 
+LOOK_EVERY_S = 0.5
+
 
 def progress(epoch: Epoch) -> tuple[int, int]:
     """Live sessions of an epoch that are past their prefill, and the tokens journaled for all of them.
@@ -25,5 +27,10 @@ def progress(epoch: Epoch) -> tuple[int, int]:
 async def is_hung(epoch: Epoch, watch_s: float) -> bool:
     """Watch an epoch for `watch_s`: True if sessions are decoding there and nothing moves."""
     before = progress(epoch)
-    await asyncio.sleep(watch_s)
-    return not epoch.dead and before[0] > 0 and progress(epoch) == before
+    until_s = asyncio.get_running_loop().time() + watch_s
+    while not epoch.dead and before[0] > 0 and progress(epoch) == before:
+        left_s = until_s - asyncio.get_running_loop().time()
+        if left_s <= 0:
+            return True
+        await asyncio.sleep(min(left_s, LOOK_EVERY_S))
+    return False
