@@ -77,7 +77,7 @@ class Proxy(_Part, frozen=True):
     ] = 5.0
     takeovers_max: Annotated[int, Meta(ge=0, le=1000, description="How often one session may be taken up again.")] = 8
     stall_floor_s: Annotated[
-        float, Meta(gt=0, le=300, description="A stream that is silent for less than this is never stalled.")
+        float, Meta(gt=0, le=300, description="A stream that is silent for less is never stalled, nor an engine hung.")
     ] = 15.0
     stall_factor: Annotated[
         float, Meta(ge=1, le=10_000, description="Silence counts as a stall beyond this many of its own token times.")
