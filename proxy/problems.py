@@ -79,7 +79,7 @@ def upstream_lost(text: str) -> Problem:
 
 def too_many(requests_max: int) -> Problem:
     """More open requests than the proxy was told to hold."""
-    text = f"{requests_max} requests are open: try again, or raise the proxy's requests_max"
+    text = f"{requests_max} requests are open, which is all that one sidecar takes: try again, or run another one"
     return Problem(503, "too_many_requests", text, "service_unavailable", 1)
 
 

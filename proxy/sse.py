@@ -100,8 +100,8 @@ class SseParser:
     def _check(self) -> None:
         if len(self._buffer) > self._buffer_bytes_max:
             raise EngineError(
-                f"the engine sent an event of more than {self._buffer_bytes_max} bytes: "
-                "raise the proxy's event_bytes_max if its events are really that large"
+                f"the engine sent an event of more than {self._buffer_bytes_max} bytes, the most that is kept: "
+                "ask for less in one event, as with fewer logprobs"
             )
 
 

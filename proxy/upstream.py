@@ -153,7 +153,8 @@ async def read_all(answer: aiohttp.ClientResponse, bytes_max: int) -> bytes:
         size_bytes += len(data)
         if size_bytes > bytes_max:
             raise EngineError(
-                f"the engine's answer is larger than {bytes_max} bytes: raise the proxy's answer_bytes_max"
+                f"the engine's answer is larger than {bytes_max} bytes, the most that is kept: ask for less, or "
+                "have it streamed"
             )
         parts.append(data)
     return b"".join(parts)

@@ -296,6 +296,10 @@ class SidecarCoordinator:
                 continue
             waiting_for_suspects = any(until > now for until in record.suspects.values())
             if not (self._workers.coming() or waiting_for_suspects):
+                if self.draining:
+                    raise self._refuse(
+                        record, "draining", "this sidecar is being stopped, and its workers are; send the request again"
+                    )
                 raise self._refuse(
                     record, "no_worker",
                     "no worker can take the session up and none is coming; see `midstream status`",
