@@ -52,7 +52,7 @@ STATUS_EVERY_S = 1.0
 
 
 def run(settings: Settings, command: list[str] | None) -> int:
-    """Run a sidecar until SIGTERM or SIGINT; `command` starts its engines, None means that others did."""
+    """Run a sidecar until SIGTERM, SIGINT or SIGHUP; `command` starts its engines, None means that others did."""
     with owned_state_dir(Path(settings.state_dir)):
         return uvloop.run(_Daemon(settings, command).run())
 
@@ -92,8 +92,10 @@ class _Daemon:
     async def run(self) -> int:
         """Until told to stop."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stopping.set)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            # A terminal that is closed is no reason to cut streams off; under nohup it is none to stop at all.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                loop.add_signal_handler(number, self._stopping.set)
         async with AsyncExitStack() as stack:
             port = self._port()
             listener = self._listen(port)

@@ -21,8 +21,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
 BODY = {"prompt": "Let me finish", "temperature": 0, "max_tokens": 500}
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 async def test_told_to_stop_it_lets_streams_finish_and_leaves_no_engine_behind(
-    start: Callable[..., Sidecar], http: aiohttp.ClientSession
+    number: signal.Signals, start: Callable[..., Sidecar], http: aiohttp.ClientSession
 ) -> None:
     sidecar = await asyncio.to_thread(start, workers=1)
     told: list[int] = []
@@ -30,7 +31,7 @@ async def test_told_to_stop_it_lets_streams_finish_and_leaves_no_engine_behind(
     def stop(_: object) -> None:
         if not told:
             told.append(sidecar.pid)
-            os.kill(sidecar.pid, signal.SIGTERM)
+            os.kill(sidecar.pid, number)
 
     answer = await sidecar.stream(http, BODY, stop)
     require_whole(answer)
