@@ -184,8 +184,8 @@ async def _stream(http: web.Request, request: Request, session: Session, shape: 
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
     )
-    await response.prepare(http)
     try:
+        await response.prepare(http)
         opening = shape.opening()
         while True:
             pieces = await session.outbox.take()
