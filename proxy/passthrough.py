@@ -4,15 +4,13 @@ Invariant: one buffered piece at a time in each direction; a worker that is lost
 connection too, so that half an answer never looks whole. JSON that could carry a marker is checked first.
 """
 
-import asyncio
 from collections.abc import AsyncIterator
 
-import aiohttp
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from ..session.errors import Refused
 from . import headers, problems
+from .bodies import BadBody, Bodies
 from .coordinator import Coordinator
 from .request import encode_body, may_hold_transfer_fields, parse_body, without_transfer_fields
 from .settings import ProxySettings
@@ -25,10 +23,11 @@ _NUL = b"\0"
 class Passthrough:
     """The handler of everything that is not a session."""
 
-    def __init__(self, coordinator: Coordinator, upstream: Upstream, settings: ProxySettings) -> None:
+    def __init__(self, coordinator: Coordinator, upstream: Upstream, settings: ProxySettings, bodies: Bodies) -> None:
         self._coordinator = coordinator
         self._upstream = upstream
         self._settings = settings
+        self._bodies = bodies
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Forward a request whose body has not been read yet."""
@@ -39,7 +38,7 @@ class Passthrough:
         if not _may_be_read_as_json(content_type(request.headers)):
             return await self.forward(request, None, stream_body=True)
         try:
-            body = _cleaned(await read_body(request, self._settings))
+            body = _cleaned(await self._bodies.read(request))
         except BadBody as bad:
             return bad.problem.response(request.headers)
         return await self.forward(request, body)
@@ -86,14 +85,6 @@ class Passthrough:
             answer.close()
 
 
-class BadBody(Exception):
-    """A request's body cannot be used; `problem` tells the client why."""
-
-    def __init__(self, problem: problems.Problem) -> None:
-        super().__init__(problem.message)
-        self.problem = problem
-
-
 def _path_of(request: web.Request) -> str:
     """Path and query as the client wrote them, without a scheme and host before them (RFC 9112, 3.2.2)."""
     return request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs
@@ -120,23 +111,3 @@ def _cleaned(raw: bytes) -> bytes:
 async def _pieces(request: web.Request) -> AsyncIterator[bytes]:
     while data := await request.content.readany():
         yield data
-
-
-async def read_body(request: web.Request, settings: ProxySettings) -> bytes:
-    """A request's whole body. Raises BadBody as soon as it is known to be too large, broken, or too late."""
-    bytes_max = settings.body_bytes_max
-    too_large = problems.body_too_large(bytes_max)
-    if (request.content_length or 0) > bytes_max:
-        raise BadBody(too_large)
-    body = bytearray()
-    try:
-        async with asyncio.timeout(settings.body_timeout_s):
-            while data := await request.content.readany():
-                body += data
-                if len(body) > bytes_max:
-                    raise BadBody(too_large)
-    except TimeoutError as error:
-        raise BadBody(problems.body_too_late(settings.body_timeout_s)) from error
-    except (aiohttp.ClientPayloadError, HttpProcessingError) as error:
-        raise BadBody(problems.bad_request(f"the request body is broken off or not well formed: {error}")) from error
-    return bytes(body)

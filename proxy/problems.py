@@ -83,6 +83,12 @@ def too_many(requests_max: int) -> Problem:
     return Problem(503, "too_many_requests", text, "service_unavailable", 1)
 
 
+def bodies_too_large(limit_bytes: int) -> Problem:
+    """More bytes of bodies than the proxy holds at one time."""
+    text = f"the requests that are open hold {limit_bytes} bytes, all that one sidecar keeps: try again, or send less"
+    return Problem(503, "too_many_bytes", text, "service_unavailable", 1)
+
+
 def too_many_connections(connections_max: int) -> Problem:
     """More connections than there are descriptors for."""
     text = f"{connections_max} connections are open: try again, or raise the limit on open files (ulimit -n)"

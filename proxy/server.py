@@ -15,11 +15,12 @@ from aiohttp import web
 from ..session.errors import Refused
 from ..session.ids import SessionId
 from . import problems
+from .bodies import BadBody, Bodies
 from .coordinator import Coordinator, SessionFacts
 from .eligible import why_not_resumable
 from .failover import Failover
 from .generation import Generation
-from .passthrough import BadBody, Passthrough, read_body
+from .passthrough import Passthrough
 from .request import Outgoing, encode_body, parse_body, wants_seed, wishes_of, without_transfer_fields
 from .settings import ProxySettings
 from .stream import StreamHandler
@@ -52,7 +53,8 @@ def build_app(
     app = web.Application(client_max_size=0)
     app.cleanup_ctx.append(opened)
     sessions = _Sessions(coordinator, upstream, settings)
-    requests = _Requests(sessions, Passthrough(coordinator, upstream, settings), settings)
+    bodies = Bodies(settings)
+    requests = _Requests(sessions, Passthrough(coordinator, upstream, settings, bodies), settings, bodies)
     app.add_routes(routes)
     app.router.add_post(COMPLETIONS_PATH, requests.handle_generation)
     app.router.add_post(CHAT_PATH, requests.handle_generation)
@@ -75,10 +77,13 @@ def make_runner(app: web.Application, *, shutdown_timeout_s: float = 10.0) -> we
 class _Requests:
     """Bounds the requests that are open at once, and tells sessions from the rest."""
 
-    def __init__(self, sessions: "_Sessions", passthrough: Passthrough, settings: ProxySettings) -> None:
+    def __init__(
+        self, sessions: "_Sessions", passthrough: Passthrough, settings: ProxySettings, bodies: Bodies
+    ) -> None:
         self._sessions = sessions
         self._passthrough = passthrough
         self._settings = settings
+        self._bodies = bodies
         self._open_count = 0
 
     async def handle_generation(self, request: web.Request) -> web.StreamResponse:
@@ -99,10 +104,11 @@ class _Requests:
             return await handle(request)
         finally:
             self._open_count -= 1
+            self._bodies.release(request)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         try:
-            raw = await read_body(request, self._settings)
+            raw = await self._bodies.read(request)
             asked = parse_body(raw)
         except BadBody as bad:
             return bad.problem.response(request.headers)

@@ -12,6 +12,8 @@ class ProxySettings:
     """Limits and habits of the proxy; every default is one to serve with."""
 
     body_bytes_max: int = 32 << 20
+    # All bodies of open requests together: a session keeps its own until its end, to be able to send it again.
+    bodies_bytes_max: int = 512 << 20
     # A client that sends only half of its body must not keep that half here for ever.
     body_timeout_s: float = 120.0
     answer_bytes_max: int = 256 << 20
@@ -36,6 +38,7 @@ class ProxySettings:
     def __post_init__(self) -> None:
         for name in (
             "body_bytes_max",
+            "bodies_bytes_max",
             "body_timeout_s",
             "answer_bytes_max",
             "event_bytes_max",

@@ -67,6 +67,28 @@ async def test_a_body_without_a_length_is_refused_as_soon_as_it_is_too_long() ->
     assert sent_bytes < 100 << 20
 
 
+async def test_bodies_of_all_requests_together_are_bounded_and_given_back() -> None:
+    leaving = asyncio.Event()
+
+    async def half() -> AsyncIterator[bytes]:
+        yield b"x" * 40_000
+        await leaving.wait()
+
+    settings = ProxySettings(bodies_bytes_max=100_000)
+    async with proxied(one(), settings) as client:
+        url = client.url + "/v1/completions"
+        halves = [asyncio.create_task(client.session.post(url, data=half())) for _ in range(2)]
+        while (await client.post("/v1/completions", io.BytesIO(b"x" * 40_000))).status != 503:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert (await client.complete()).text == ANSWER.text(), "a small one still fits"
+        leaving.set()
+        for answer in await asyncio.gather(*halves):
+            assert answer.status == 400
+            answer.close()
+        for _ in range(5):
+            assert (await client.post("/v1/completions", io.BytesIO(b"x" * 90_000))).status == 400
+
+
 async def test_a_body_of_a_few_megabytes_goes_through_whole() -> None:
     coordinator = one()
     async with proxied(coordinator) as client:
