@@ -312,6 +312,9 @@ class EngineContract:
         self, engine: EngineUnderTest, beside: BesideEngines, standby: Running, fallen: FallenEngine, mover: MoverClient
     ) -> None:
         before = {lost.session: fallen.running.slot(lost.session)[2] for lost in fallen.sessions}
+        # Blocks that several sessions had (a cached prefix) can be only one's again; the others get copies.
+        tables = [block for table in before.values() for block in table]
+        shared = {block for block in tables if tables.count(block) > 1}
         again = beside.start("first", epoch=2, adopt=fallen.running.arena)
         beside.ready(again)
         facts = again.facts()
@@ -334,7 +337,8 @@ class EngineContract:
             positions = lost.prompt_len + len(lost.outputs) - 1
             assert (slot.load, slot.loaded, slot.recomputed) == (LoadState.DONE, positions, 1)
             full = positions // engine.block_tokens
-            assert blocks[0][:full] == before[lost.session][:full], "the very same blocks"
+            own = [b for b in before[lost.session][:full] if b not in shared]
+            assert [b for b in blocks[0][:full] if b in own] == own, "the very same blocks"
             assert answer.same_as(await whole(engine, standby, lost.body))
         again.kill()
 
