@@ -25,7 +25,7 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 BLOCK_TOKENS = 128
 START_S = 240.0
-ADMISSION_S = 0.03
+ADMISSION_S = 30.0
 ASK_REPORT = {"X-Midstream-Report": "1"}
 
 
@@ -152,11 +152,20 @@ class Rig:
         """While this lasts, each session that was admitted is answered by one of a filler on every other worker."""
         fillers: list[asyncio.Task[Answer]] = []
 
+        known = len(await self.sidecar.sessions(http))
+
+        async def one_more() -> None:
+            nonlocal known
+            known += 1
+            async with asyncio.timeout(ADMISSION_S):
+                while len(await self.sidecar.sessions(http)) < known:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+
         async def admitted() -> None:
-            await asyncio.sleep(ADMISSION_S)
+            await one_more()
             for _ in range(self.workers - 1):
                 fillers.append(asyncio.create_task(self.ask(http, FILLER)))
-                await asyncio.sleep(ADMISSION_S)
+                await one_more()
 
         try:
             yield admitted
