@@ -25,7 +25,6 @@ class Reason(StrEnum):
     HEALTH = "health"
     UNREACHABLE = "unreachable"
     MISMATCH = "mismatch"
-    DRAIN = "drain"
 
 
 class Outcome(StrEnum):

@@ -82,7 +82,7 @@ def told_worker(worker: Worker) -> dict[str, Any]:
         "pid": worker.pid,
         "restarts": worker.restart_count,
         "epoch": epoch.number if epoch else 0,
-        "sessions": len(epoch.sessions) if epoch else 0,
+        "sessions": worker.session_count,
         "engine": str(epoch.facts.get("engine", "")) if epoch else "",
         "adopted": bool(epoch and epoch.facts.get("adopted")),
         "key": epoch.key.to_json() if epoch and epoch.key else None,

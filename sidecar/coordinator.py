@@ -113,7 +113,7 @@ class SidecarCoordinator:
         ready = self._workers.ready()
         if not ready:
             raise self._nobody()
-        worker = min(ready, key=lambda w: (len(w.current.sessions) if w.current else 0, w.name))
+        worker = min(ready, key=lambda w: (w.session_count, w.name))
         assert worker.current is not None
         tracker = Tracker(facts.session).placed(worker.name, worker.current.number)
         place = Place(facts.session, worker.current, tracker.generation)
@@ -247,7 +247,7 @@ class SidecarCoordinator:
         ready = self._workers.ready()
         if not ready:
             raise self._nobody()
-        return min(ready, key=lambda w: len(w.current.sessions) if w.current else 0).url
+        return min(ready, key=lambda w: w.session_count).url
 
     # ---- told to people
 

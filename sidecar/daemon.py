@@ -29,7 +29,7 @@ from ..session.ticket import worker_dir, write_ticket
 from . import api, plugin_path
 from .attach import Attached
 from .choice import Tier
-from .config import Settings
+from .config import Listen, Settings
 from .coordinator import CoordinatorSettings, SidecarCoordinator
 from .hang import is_hung
 from .metrics import Metrics
@@ -44,7 +44,6 @@ from .workers import Epoch, Worker, Workers
 
 _LOG = logging.getLogger("midstream.daemon")
 
-DEFAULT_PORT = 8800
 HANG_WATCH_S = 3.0
 # What the kernel may keep for a client that does not read; left to itself it would take 4 MB for each.
 SEND_BUFFER_BYTES = 256 * 1024
@@ -153,7 +152,7 @@ class _Daemon:
         """The configured port; if that is the default and the engine's command names one, clients expect that."""
         port = self._settings.listen.port
         asked = flag_value(self._command, "--port") if self._command else None
-        if port == DEFAULT_PORT and asked is not None and asked.isdigit():
+        if port == Listen().port and asked is not None and asked.isdigit():
             return int(asked)
         return port
 

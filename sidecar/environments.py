@@ -61,7 +61,6 @@ for text in m.requires(sys.argv[1]) or ():
         r.marker = None
         print(r)
 """
-_VERSION = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
 _SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 

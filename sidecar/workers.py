@@ -82,6 +82,11 @@ class Worker:
     older: list[Epoch] = field(default_factory=list)
     restart_count: int = 0
 
+    @property
+    def session_count(self) -> int:
+        """Sessions that its current epoch has."""
+        return len(self.current.sessions) if self.current is not None else 0
+
 
 class Workers:
     """All workers of this sidecar."""
