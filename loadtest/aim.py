@@ -5,15 +5,17 @@ for a client. Owns the watching thread; every wait in it is bounded.
 """
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..session.arena import ArenaReader
 from ..session.errors import EngineError
 from ..session.ids import SessionId
 from ..session.records import Slot, SlotState
+from ..session.ticket import worker_dir
 from .harness import Victim, kill_worker
 
 LOOK_EVERY_S = 0.0001
@@ -27,6 +29,7 @@ class Target:
     name: str
     pid: int
     arena: Path
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,12 @@ class Shot:
     session: SessionId
     killed: tuple[str, ...]
     outputs: int
+
+
+def target(worker: Mapping[str, Any], state_dir: Path) -> Target:
+    """A worker as a target, from what the sidecar tells of it."""
+    arena = worker_dir(state_dir, worker["name"]) / f"{worker['epoch']}.arena"
+    return Target(worker["name"], worker["pid"], arena, int(worker["epoch"]))
 
 
 def kill_at(

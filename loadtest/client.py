@@ -18,9 +18,13 @@ HALF = "\ufffd"
 
 @dataclass(slots=True)
 class Answer:
-    """One answer as a client read it; `arrivals_s` are the times at which chunks with tokens came."""
+    """One answer as a client read it; `arrivals_s` are the times at which chunks with tokens came.
+
+    `session` is the sidecar's name for it, told to who asks for a report.
+    """
 
     status: int = 0
+    session: str = ""
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -85,6 +89,7 @@ async def read_stream(
     try:
         async with http.post(url, json=asked, headers=headers) as response:
             answer.status = response.status
+            answer.session = response.headers.get("X-Midstream-Session", "")
             if response.status != 200:
                 answer.error = {"status": response.status, "body": (await response.text())[:2000]}
                 return answer

@@ -36,7 +36,11 @@ class Victim(StrEnum):
 
 
 class SidecarProcess:
-    """One sidecar and what belongs to it."""
+    """One sidecar and what belongs to it.
+
+    With `beside` it starts no engines: it stands in front of those, `[NAME=]URL` each, that others started with
+    `state_dir` as their place. Then holder and folder are theirs, and stay.
+    """
 
     def __init__(
         self,
@@ -46,16 +50,20 @@ class SidecarProcess:
         environ: Mapping[str, str] | None = None,
         settings: Mapping[str, object] | None = None,
         store: Path | None = None,
+        beside: Sequence[str] = (),
+        state_dir: Path | None = None,
     ) -> None:
         self._command = list(command)
-        self._workers = workers
+        self._beside = list(beside)
+        self._workers = len(beside) or workers
         self._environ = {**os.environ, **(environ or {})}
         # An engine that is killed on purpose, again and again, is not a failing one.
         self._settings = {"supervise.restarts_max": 100_000, **(settings or {})}
         self.store = store
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self.folder = Path(tempfile.mkdtemp(prefix="midstream-", dir=memory))
-        self.state_dir = self.folder / "state"
+        self._holder_is_ours = state_dir is None
+        self.state_dir = state_dir or self.folder / "state"
         self.log = self.folder / "sidecar.log"
         self.url = ""
         self.process: subprocess.Popen[bytes] | None = None
@@ -64,9 +72,12 @@ class SidecarProcess:
         """Start it and wait until all workers are ready. EngineError shows the log's last lines."""
         sets = [word for k, v in self._settings.items() for word in ("--set", f"{k}={v}")]
         store = ["--store-dir", str(self.store)] if self.store is not None else []
+        kind = ["serve", *(word for worker in self._beside for word in ("--worker", worker))]
+        if not self._beside:
+            kind = ["run", "--workers", str(self._workers)]
         argv = [
-            sys.executable, "-m", "midstream.sidecar.cli", "run", "--workers", str(self._workers),
-            "--port", self._port(), "--state-dir", str(self.state_dir), *store, *sets, "--", *self._command,
+            sys.executable, "-m", "midstream.sidecar.cli", *kind, "--port", self._port(),
+            "--state-dir", str(self.state_dir), *store, *sets, *(["--", *self._command] if not self._beside else []),
         ]  # fmt: skip
         with self.log.open("ab") as sink:
             # A child of this thread's process: it is ended by `stop`.
@@ -99,6 +110,13 @@ class SidecarProcess:
             if "failed" in states:
                 raise EngineError(f"a worker has failed:\n{self.last_lines()}")
             await self._pause(deadline)
+
+    async def wait_back(self, http: aiohttp.ClientSession, name: str, epoch: int, *, timeout_s: float = 300.0) -> None:
+        """Wait until a worker whose `epoch` was killed is there again in a later one, and all others are."""
+        deadline = time.monotonic() + timeout_s
+        while not any(w["name"] == name and w["epoch"] > epoch for w in await self.workers(http)):
+            await self._pause(deadline)
+        await self.wait_ready(http, timeout_s=timeout_s)
 
     async def _pause(self, deadline: float) -> None:
         if self.process is None or self.process.poll() is not None:
@@ -144,7 +162,8 @@ class SidecarProcess:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-        self.kill_holder()
+        if self._holder_is_ours:
+            self.kill_holder()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def kill_holder(self) -> bool:

@@ -11,7 +11,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -22,12 +21,11 @@ import aiohttp
 
 from ..session.errors import EngineError, MidstreamError
 from ..session.ids import SessionId
-from ..session.ticket import worker_dir
-from .aim import Shot, Target, kill_at, snapshot_exists
+from .aim import Shot, Target, kill_at, snapshot_exists, target
 from .cases import Case, Request, Way, draw
 from .client import Answer, read_stream
 from .exactness import lost_and_duplicated
-from .harness import POLL_S, SidecarProcess
+from .harness import SidecarProcess
 
 BACK_S = 300.0
 ANSWER_S = 600.0
@@ -149,7 +147,7 @@ class Soak:
         known = {s["session"] for s in await self._sidecar.sessions(self._http)}
         shooting = asyncio.to_thread(
             kill_at,
-            [target for target, _ in targets],
+            targets,
             known,
             prompt_len=prompt_len,
             outputs=cut,
@@ -157,7 +155,8 @@ class Soak:
             may_shoot=self._may_shoot,
         )
         shot, answers = await asyncio.gather(shooting, asyncio.gather(*map(self._answer, requests)))
-        await self._back(shot, dict((target.name, epoch) for target, epoch in targets))
+        epoch = next(t.epoch for t in targets if t.name == shot.worker)
+        await self._sidecar.wait_back(self._http, shot.worker, epoch, timeout_s=BACK_S)
         told = [s for s in await self._sidecar.sessions(self._http) if s["session"] not in known]
         undisturbed = [wanted[i] for i in (0, *beside)]
         return _verdict(number, case, prompt_len, cut, shot, list(zip(answers, undisturbed, strict=True)), told)
@@ -170,23 +169,8 @@ class Soak:
         assert self._sidecar.store is not None
         return self._sidecar.store
 
-    async def _targets(self) -> list[tuple[Target, int]]:
-        targets = []
-        for worker in await self._sidecar.workers(self._http):
-            arena = worker_dir(self._sidecar.state_dir, worker["name"]) / f"{worker['epoch']}.arena"
-            targets.append((Target(worker["name"], worker["pid"], arena), int(worker["epoch"])))
-        return targets
-
-    async def _back(self, shot: Shot, epochs: dict[str, int]) -> None:
-        """Wait until the killed worker is there again, in a later epoch."""
-        deadline_s = time.monotonic() + BACK_S
-        while time.monotonic() < deadline_s:
-            for worker in await self._sidecar.workers(self._http):
-                if worker["name"] == shot.worker and worker["epoch"] > epochs[shot.worker]:
-                    await self._sidecar.wait_ready(self._http, timeout_s=BACK_S)
-                    return
-            await asyncio.sleep(POLL_S)
-        raise EngineError(f"{shot.worker} was killed and not started again:\n{self._sidecar.last_lines()}")
+    async def _targets(self) -> list[Target]:
+        return [target(worker, self._sidecar.state_dir) for worker in await self._sidecar.workers(self._http)]
 
 
 def _prompt_len(answer: Answer) -> int:

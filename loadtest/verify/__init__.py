@@ -1,0 +1,1 @@
+"""`midstream verify`: whether a restored answer is the answer that would have come undisturbed."""
