@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from ..session.ids import SessionId
 from ..session.marker import Marker
+from .policy import Policy
 
 
 class Reason(StrEnum):
@@ -25,6 +26,7 @@ class Reason(StrEnum):
     HEALTH = "health"
     UNREACHABLE = "unreachable"
     MISMATCH = "mismatch"
+    MOVE = "move"
 
 
 class Outcome(StrEnum):
@@ -42,7 +44,9 @@ class Placement:
 
     `interrupted` resolves to a reason when the coordinator learns that the worker is gone, before the connection tells.
     `expected` are the journaled output ids (they begin with whatever was delivered); what the worker replays or
-    regenerates must begin with them. `finish` is set when the journal already holds the whole answer.
+    regenerates must begin with them. `finish` is set when the journal already holds the whole answer. `fetched` is done
+    when nothing is needed of the worker before this one any more: after a planned move, which leaves that one alive,
+    its request must be kept until then.
     """
 
     worker: str
@@ -52,16 +56,22 @@ class Placement:
     expected: tuple[int, ...] = ()
     seed: int | None = None
     finish: str | None = None
+    fetched: "asyncio.Future[None] | None" = None
 
 
 @dataclass(frozen=True, slots=True)
 class SessionFacts:
-    """What the proxy knows of a request when it asks for a place."""
+    """What the proxy knows of a request when it asks for a place.
+
+    `exact_obstacle` says why the request cannot go on exactly ("" if it can): then it carries no marker.
+    """
 
     session: SessionId
     path: str
     body: dict[str, Any]
     stream: bool
+    policy: Policy = Policy.BEST_EFFORT
+    exact_obstacle: str = ""
 
 
 class Coordinator(Protocol):
@@ -82,6 +92,13 @@ class Coordinator(Protocol):
 
     def resumed(self, facts: SessionFacts, placement: Placement, gap_s: float) -> None:
         """The first token past what the client had was sent, `gap_s` seconds after the interruption."""
+        ...
+
+    async def settled(self, facts: SessionFacts, placement: Placement) -> None:
+        """Returns when what the new owner computes may be sent; bounded.
+
+        Raises Refused when the session's policy forbids what its takeover came to.
+        """
         ...
 
     def outcome(self, facts: SessionFacts) -> Outcome | None:

@@ -1,7 +1,7 @@
-"""Which requests become sessions that survive their worker, and which are only passed through. Pure.
+"""Which requests can go on exactly where they were cut, and what stands in the way of the others. Pure.
 
 A session is resumable when it has one stream of output whose token ids the proxy can see from the first to the last.
-Each rule of the table has a word for the reason; a request that meets one is forwarded without a marker.
+Each rule of the table has a word for the obstacle; a request that meets one gets no marker (docs/exactness.md).
 """
 
 from collections.abc import Callable, Mapping
@@ -10,9 +10,11 @@ from typing import Any
 
 Body = Mapping[str, Any]
 
+TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "tool_result", "tool_use"})
+
 
 class NotResumable(StrEnum):
-    """Why a request is only passed through."""
+    """Why a request cannot go on exactly."""
 
     SEVERAL_CHOICES = "n"
     BEST_OF = "best_of"
@@ -22,6 +24,7 @@ class NotResumable(StrEnum):
     ECHO = "echo"
     PROMPT_LOGPROBS = "prompt_logprobs"
     NO_OUTPUT = "no_output"
+    MULTIMODAL = "multimodal"
     HIDDEN_IDS = "hidden_ids"
     ENCODER_TRANSFER = "ec_transfer_params"
     UNCLEAR_STREAM = "stream"
@@ -43,6 +46,20 @@ def _several_prompts(body: Body) -> bool:
     return isinstance(prompt, list) and len(prompt) != 1 and not all(type(item) is int for item in prompt)
 
 
+def _multimodal(body: Body) -> bool:
+    """Whether a chat holds parts that are no text: what they become in the prompt is not in its token ids."""
+    for message in _list(body.get("messages")):
+        parts = message.get("content") if isinstance(message, dict) else None
+        for part in _list(parts):
+            if isinstance(part, dict) and part.get("type", "text") not in TEXT_PARTS:
+                return True
+    return False
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 def _no_output(body: Body) -> bool:
     return 0 in (body.get("max_tokens"), body.get("max_completion_tokens"))
 
@@ -59,12 +76,17 @@ _RULES: tuple[tuple[Callable[[Body], bool], NotResumable], ...] = (
     # They come from the prefill, which a resumed request does not repeat.
     (lambda body: body.get("prompt_logprobs") is not None, NotResumable.PROMPT_LOGPROBS),
     (_no_output, NotResumable.NO_OUTPUT),
+    (_multimodal, NotResumable.MULTIMODAL),
     # With hidden reasoning vLLM withholds the ids of all chunks.
     (lambda body: body.get("include_reasoning") is False, NotResumable.HIDDEN_IDS),
     (lambda body: body.get("ec_transfer_params") is not None, NotResumable.ENCODER_TRANSFER),
 )
 
 
+# Nothing is generated, or it is the engine's to say what was meant: there is no session in these.
+NO_SESSION = frozenset({NotResumable.UNCLEAR_STREAM, NotResumable.NO_OUTPUT})
+
+
 def why_not_resumable(body: Body) -> NotResumable | None:
-    """The first rule that a request meets, or None: then it becomes a session."""
+    """The first rule that a request meets, or None: then it can go on exactly."""
     return next((reason for rule, reason in _RULES if rule(body)), None)

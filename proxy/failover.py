@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 
 from ..session.errors import Refused
+from . import headers
 from .coordinator import Coordinator, Placement, Reason, SessionFacts
 from .report import report
 
@@ -44,6 +45,10 @@ class Failover:
             self._coordinator.mismatched(self._facts, last, text)
         return await self._coordinator.take_over(self._facts, last, reason, delivered)
 
+    async def settled(self, placement: Placement) -> None:
+        """Returns when what the new owner computes may be sent. Raises Refused."""
+        await self._coordinator.settled(self._facts, placement)
+
     def resumed(self, placement: Placement) -> None:
         """Something that the client never had was sent."""
         if self._since_s is None:
@@ -55,6 +60,12 @@ class Failover:
     def report(self) -> str:
         """What happened, for a client that asked; call it when the stream is over."""
         return report(self._coordinator.outcome(self._facts), self._gaps_s)
+
+    def report_headers(self) -> dict[str, str]:
+        """The same for an answer that is no stream."""
+        outcome = self._coordinator.outcome(self._facts)
+        name = outcome.value if outcome is not None else "undisturbed"
+        return {headers.OUTCOME: name, headers.TAKEOVERS: str(len(self._gaps_s))}
 
     def ended(self, ending: str, tokens: int = 0) -> None:
         """The session is over."""

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 import aiohttp
 from aiohttp import web
+from multidict import CIMultiDict
 
 from . import headers
 from .coordinator import Placement, SessionFacts
 from .failover import Failover
+from .kept import Kept
 from .request import Outgoing
 from .settings import ProxySettings
 from .splice import Wishes
@@ -29,6 +31,7 @@ class Generation:
     failover: Failover
     upstream: Upstream
     settings: ProxySettings
+    kept: Kept
 
     async def send(self, placement: Placement) -> aiohttp.ClientResponse:
         """Send the request to a worker. Raises UpstreamLost, also when the coordinator has news meanwhile."""
@@ -36,13 +39,25 @@ class Generation:
             self.upstream.request(
                 "POST",
                 target(placement.base_url, self.request.raw_path),
-                headers.of_session(self.request.headers, self.facts.session),
-                self.outgoing.encode(placement.marker, placement.seed),
+                headers.of_session(self.request.headers, _request_id(placement)),
+                self.outgoing.encode(None if self.facts.exact_obstacle else placement.marker, placement.seed),
             ),
             placement.interrupted,
+            self.kept,
         )
 
     @property
     def wants_report(self) -> bool:
         """Whether the client asked for a trailer that tells what happened."""
         return self.request.headers.get(headers.REPORT) == "1"
+
+    def tell_session(self, answer: CIMultiDict[str]) -> None:
+        """Name the session in an answer's headers, for a client that asked."""
+        if self.wants_report:
+            answer[headers.SESSION] = self.facts.session
+
+
+def _request_id(placement: Placement) -> str:
+    """The inner request's id: engines break on equal ones, and after a move both owners may run in one engine."""
+    marker = placement.marker
+    return marker.session if marker.generation == 1 else f"{marker.session}-{marker.generation}"

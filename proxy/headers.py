@@ -8,8 +8,13 @@ from collections.abc import Iterable, Mapping
 
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from . import policy
+
 REQUEST_ID = "X-Request-Id"
 REPORT = "X-Midstream-Report"
+SESSION = "X-Midstream-Session"
+OUTCOME = "X-Midstream-Outcome"
+TAKEOVERS = "X-Midstream-Takeovers"
 
 _HOP_BY_HOP = frozenset(
     {
@@ -25,7 +30,7 @@ _HOP_BY_HOP = frozenset(
     }
 )
 # The proxy answers `Expect` itself, and the client library writes `Host`.
-_NOT_FORWARDED = _HOP_BY_HOP | {"host", "expect", REQUEST_ID.lower(), REPORT.lower()}
+_NOT_FORWARDED = _HOP_BY_HOP | {"host", "expect", REQUEST_ID.lower(), REPORT.lower(), policy.HEADER.lower()}
 # A session's body is written anew, and its answer must be readable here.
 _NOT_OF_A_SESSION = frozenset({"content-length", "content-encoding", "accept-encoding"})
 
@@ -37,12 +42,12 @@ def towards_engine(headers: Headers) -> CIMultiDict[str]:
     return _without(headers, _NOT_FORWARDED | _named_in_connection(headers))
 
 
-def of_session(headers: Headers, session: str) -> CIMultiDict[str]:
+def of_session(headers: Headers, request_id: str) -> CIMultiDict[str]:
     """Headers of a session's request: its body is JSON of ours, and its id joins the engine's log with ours."""
     kept = _without(headers, _NOT_FORWARDED | _NOT_OF_A_SESSION | _named_in_connection(headers))
     kept["Content-Type"] = "application/json"
     kept["Accept-Encoding"] = "identity"
-    kept[REQUEST_ID] = session
+    kept[REQUEST_ID] = request_id
     return kept
 
 

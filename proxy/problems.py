@@ -43,8 +43,13 @@ class Problem:
         return openai_edit.error_event(self.message, self.kind, self.code)
 
 
+NOT_EXACT = "not_exact"
+
+
 def refused(error: Refused) -> Problem:
     """No worker can take a request: 503, with the coordinator's own words."""
+    if error.reason == NOT_EXACT:
+        return Problem(422, NOT_EXACT, str(error))
     return Problem(503, error.reason, str(error), "service_unavailable", error.retry_after_s or 1)
 
 
@@ -70,6 +75,16 @@ def private_path(path: str) -> Problem:
 def bad_request(text: str) -> Problem:
     """A request that cannot be read."""
     return Problem(400, "bad_request", text)
+
+
+def cannot_be_exact(obstacle: str) -> Problem:
+    """A request that asks to go on exactly, with something in it that cannot."""
+    return Problem(
+        422,
+        NOT_EXACT,
+        f"a request with {obstacle!r} cannot go on exactly after an interruption: leave that out, "
+        "or send it with X-Midstream-Policy: best-effort",
+    )
 
 
 def upstream_lost(text: str) -> Problem:

@@ -57,7 +57,7 @@ def may_hold_transfer_fields(raw: bytes) -> bool:
     return FIELD.encode() in raw or b"\\u00" in raw
 
 
-def wishes_of(body: dict[str, Any], *, chat: bool, hiding: Hiding) -> Wishes:
+def wishes_of(body: dict[str, Any], *, chat: bool, hiding: Hiding | None) -> Wishes:
     """What a client asked for, as far as it shapes the stream."""
     options = body.get("stream_options")
     stops = bool(body.get("stop"))
@@ -83,9 +83,14 @@ class Outgoing:
     body: dict[str, Any]
     seed: int | None
 
-    def encode(self, marker: Marker, seed: int | None) -> bytes:
-        """The body for one attempt; `seed` is the coordinator's and comes second to the one drawn already."""
-        body = with_marker(self.body, marker) | {"return_token_ids": True}
+    def encode(self, marker: Marker | None, seed: int | None) -> bytes:
+        """The body for one attempt; `seed` is the coordinator's and comes second to the one drawn already.
+
+        Without a marker it goes out as the client wrote it: nothing can be done with its ids.
+        """
+        body = self.body
+        if marker is not None:
+            body = with_marker(body, marker) | {"return_token_ids": True}
         chosen = self.seed if self.seed is not None else seed
         if chosen is not None and body.get("seed") is None:
             body["seed"] = chosen

@@ -17,10 +17,12 @@ from ..session.ids import SessionId
 from . import problems
 from .bodies import BadBody, Bodies
 from .coordinator import Coordinator, SessionFacts
-from .eligible import why_not_resumable
+from .eligible import NO_SESSION, why_not_resumable
 from .failover import Failover
 from .generation import Generation
+from .kept import Kept
 from .passthrough import Passthrough
+from .policy import Policy, policy_of
 from .request import Outgoing, encode_body, parse_body, wants_seed, wishes_of, without_transfer_fields
 from .settings import ProxySettings
 from .stream import StreamHandler
@@ -114,10 +116,17 @@ class _Requests:
             return bad.problem.response(request.headers)
         except ValueError as error:
             return problems.bad_request(str(error)).response(request.headers)
+        try:
+            policy = policy_of(request.headers, self._settings.policy)
+        except ValueError as error:
+            return problems.bad_request(str(error)).response(request.headers)
         body = without_transfer_fields(asked)
-        if why_not_resumable(body) is not None:
+        obstacle = why_not_resumable(body)
+        if policy is Policy.OFF or obstacle in NO_SESSION:
             return await self._passthrough.forward(request, raw if body is asked else encode_body(body))
-        return await self._sessions.run(request, body)
+        if obstacle is not None and policy is Policy.EXACT:
+            return problems.cannot_be_exact(obstacle).response(request.headers)
+        return await self._sessions.run(request, body, policy, obstacle or "")
 
 
 class _Sessions:
@@ -130,24 +139,34 @@ class _Sessions:
         # Seeds are no secrets, but two sidecars must not draw the same ones.
         self._random = random.SystemRandom()
 
-    async def run(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    async def run(
+        self, request: web.Request, body: dict[str, Any], policy: Policy, obstacle: str
+    ) -> web.StreamResponse:
         """Answer one request as a session."""
-        facts = SessionFacts(SessionId(uuid.uuid4().hex), request.path, body, stream=body.get("stream") is True)
+        facts = SessionFacts(
+            SessionId(uuid.uuid4().hex),
+            request.path,
+            body,
+            stream=body.get("stream") is True,
+            policy=policy,
+            exact_obstacle=obstacle,
+        )
         try:
             placement = await self._coordinator.admit(facts)
         except Refused as error:
             return problems.refused(error).response(request.headers)
         seed = None
-        if self._settings.assign_seed and wants_seed(body):
+        if self._settings.assign_seed and not obstacle and wants_seed(body):
             seed = placement.seed if placement.seed is not None else self._random.getrandbits(31)
         generation = Generation(
             request=request,
             facts=facts,
-            wishes=wishes_of(body, chat=request.path == CHAT_PATH, hiding=self._settings.hiding),
+            wishes=wishes_of(body, chat=request.path == CHAT_PATH, hiding=None if obstacle else self._settings.hiding),
             outgoing=Outgoing(body, seed),
             failover=Failover(self._coordinator, facts, self._settings.takeovers_max),
             upstream=self._upstream,
             settings=self._settings,
+            kept=Kept(),
         )
         handler = StreamHandler(generation) if facts.stream else UnaryHandler(generation)
         return await handler.run(placement)

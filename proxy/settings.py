@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from .dialects.hiding import Hiding
+from .policy import Policy
 from .sse import BUFFER_BYTES_MAX
 from .stall import StallPolicy
 
@@ -25,6 +26,8 @@ class ProxySettings:
     keepalive_first_s: float = 0.5
     keepalive_s: float = 5.0
     takeovers_max: int = 8
+    # For requests that do not name a policy of their own.
+    policy: Policy = Policy.BEST_EFFORT
     # A dying engine answers 5xx shortly before its process is gone: how long to wait for that news.
     error_grace_s: float = 0.25
     stall: StallPolicy = field(default_factory=StallPolicy)

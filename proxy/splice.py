@@ -27,6 +27,8 @@ class End(StrEnum):
     FINISHED = "finished"
     INTERRUPTED = "interrupted"
     MISMATCH = "mismatch"
+    # It has ended, but an engine that gives a request up ends it the same way.
+    CLAIMED = "claimed"
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):
@@ -96,6 +98,11 @@ class Splicer:
     def opaque(self) -> bool:
         """Whether something was forwarded that cannot be accounted for: the stream cannot change workers any more."""
         return self._opaque
+
+    @property
+    def untouched(self) -> bool:
+        """Whether the client has nothing of an answer yet."""
+        return self._account.is_empty and not self._opaque
 
     def begin(self, expected: Sequence[int] = ()) -> str | None:
         """A new attempt, whose ids must begin with `expected`. Returns what is wrong with that, if anything."""

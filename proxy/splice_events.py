@@ -112,6 +112,10 @@ class EventSplicer:
         self._over = True
         return self._dialect.formality_after(self._transcript.last_key) or b""
 
+    def failing(self, kind: str, code: str, message: str) -> bytes:
+        """An error of the proxy's own, as the last event of this stream."""
+        return self._dialect.error_event(kind, code, message, self._sequence)
+
     def _step(self, end: End, reason: Reason, text: str) -> Step:
         return Step(b"".join(self._out), end, self._fresh, self._beats, reason, text)
 

@@ -35,6 +35,9 @@ class OneWorker:
         """Nobody can."""
         raise Refused("no_standby", f"the only worker was lost ({reason}): send the request again")
 
+    async def settled(self, facts: SessionFacts, placement: Placement) -> None:
+        """Never called: nothing is taken over."""
+
     def resumed(self, facts: SessionFacts, placement: Placement, gap_s: float) -> None:
         """Never called: nothing is taken over."""
 

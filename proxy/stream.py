@@ -45,7 +45,10 @@ class StreamHandler:
         """Answer the client; returns when the stream is over."""
         ending = "failed"
         try:
-            problem = await self._go_through_workers(placement)
+            try:
+                problem = await self._go_through_workers(placement)
+            except Refused as error:
+                problem = problems.refused(error)
             if problem is None:
                 ending = "finished"
                 return await self._close()
@@ -59,6 +62,7 @@ class StreamHandler:
             return self._response or web.Response(status=499)
         finally:
             await self._waiting.stop()
+            self._generation.kept.let_go()
             self._failover.ended(ending, len(self._splicer.delivered))
 
     async def _go_through_workers(self, placement: Placement) -> Problem | None:
@@ -79,6 +83,9 @@ class StreamHandler:
                 return None
             if self._splicer.opaque:
                 return problems.upstream_lost(f"{step.text}, after events that the proxy cannot account for")
+            obstacle = self._generation.facts.exact_obstacle
+            if obstacle and not self._splicer.untouched:
+                return problems.upstream_lost(f"{step.text}, and a request with {obstacle!r} cannot go on elsewhere")
             self._waiting.start()
             try:
                 placement = await self._failover.take_over(
@@ -89,9 +96,11 @@ class StreamHandler:
                 )
             except Refused as error:
                 return problems.refused(error)
+            self._generation.kept.until(placement.fetched)
 
     async def _attempt(self, placement: Placement) -> Step:
         """Read one worker's stream to its end, whatever that is."""
+        answer: aiohttp.ClientResponse | None = None
         try:
             answer = await self._generation.send(placement)
         except UpstreamLost as lost:
@@ -105,15 +114,20 @@ class StreamHandler:
             if step.end is End.FINISHED:
                 await self._close()
                 await self._drain(answer)
+            elif step.reason is Reason.MOVE:
+                self._generation.kept.hold(answer)
+                answer = None
             return step
         finally:
             # Gives the engine's work up, unless its answer was read to the end.
-            answer.close()
+            if answer is not None:
+                answer.close()
 
     async def _read(self, answer: aiohttp.ClientResponse, placement: Placement) -> Step:
         parser = SseParser(self._generation.settings.event_bytes_max)
         resume = placement.marker.resume
         replayed = len(resume.outputs) if resume is not None else 0
+        unsettled = self._failover.pending
         with Watch(answer, placement.interrupted, self._generation.settings.stall) as watch:
             while True:
                 try:
@@ -130,6 +144,10 @@ class StreamHandler:
                         watch.token()
                     else:
                         watch.replayed()
+                if unsettled and replayed < 0:
+                    # From here on it is the new owner's own: may that be sent?
+                    await self._failover.settled(placement)
+                    unsettled = False
                 if step.out:
                     watch.sending = True
                     response = self._response
@@ -150,7 +168,9 @@ class StreamHandler:
         """Not a stream: the engine's own error, mostly. It is the client's, unless the worker is dying."""
         try:
             body = await unless_interrupted(
-                read_all(answer, self._generation.settings.answer_bytes_max), placement.interrupted
+                read_all(answer, self._generation.settings.answer_bytes_max),
+                placement.interrupted,
+                self._generation.kept,
             )
         except UpstreamLost as lost:
             return _interrupted(lost.reason, str(lost))
@@ -173,6 +193,7 @@ class StreamHandler:
         async with self._preparing:
             if self._response is None:
                 kept.popall("Content-Length", None)
+                self._generation.tell_session(kept)
                 response = web.StreamResponse(headers=kept)
                 await response.prepare(self._generation.request)
                 self._response = response

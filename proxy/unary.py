@@ -54,34 +54,52 @@ class UnaryHandler:
             while True:
                 got = await self._attempt(placement)
                 if isinstance(got, web.Response):
+                    if self._failover.pending:
+                        await self._failover.settled(placement)
                     ending = "finished" if got.status < 500 else "failed"
                     self._failover.resumed(placement)
+                    self._tell(got)
                     return got
                 placement = await self._failover.take_over(placement, got.reason, got.text, ())
+                self._generation.kept.until(placement.fetched)
         except asyncio.CancelledError:
             ending = "cancelled"
             raise
         except Refused as error:
             return problems.refused(error).response(self._generation.request.headers)
         finally:
+            self._generation.kept.let_go()
             self._failover.ended(ending)
+
+    def _tell(self, answer: web.Response) -> None:
+        """Say in the headers what happened, to a client that asked."""
+        self._generation.tell_session(answer.headers)
+        if self._generation.wants_report:
+            answer.headers.update(self._failover.report_headers())
 
     async def _attempt(self, placement: Placement) -> web.Response | _Lost:
         try:
             answer = await self._generation.send(placement)
         except UpstreamLost as lost:
             return _Lost(lost.reason, str(lost))
+        moved = False
         try:
             body = await unless_interrupted(
-                read_all(answer, self._generation.settings.answer_bytes_max), placement.interrupted
+                read_all(answer, self._generation.settings.answer_bytes_max),
+                placement.interrupted,
+                self._generation.kept,
             )
             return await self._judge(answer, body, placement)
         except UpstreamLost as lost:
+            moved = lost.reason is Reason.MOVE
             return _Lost(lost.reason, str(lost))
         except EngineError as error:
             return _Lost(Reason.ENGINE_ERROR, str(error))
         finally:
-            answer.close()
+            if moved:
+                self._generation.kept.hold(answer)
+            else:
+                answer.close()
 
     async def _judge(self, answer: aiohttp.ClientResponse, body: bytes, placement: Placement) -> web.Response | _Lost:
         if answer.status >= 500:

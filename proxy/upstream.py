@@ -18,6 +18,7 @@ from yarl import URL
 
 from ..session.errors import EngineError
 from .coordinator import Reason
+from .kept import Kept
 from .settings import ProxySettings
 
 T = TypeVar("T")
@@ -160,8 +161,11 @@ async def read_all(answer: aiohttp.ClientResponse, bytes_max: int) -> bytes:
     return b"".join(parts)
 
 
-async def unless_interrupted(work: Awaitable[T], interrupted: "asyncio.Future[Reason]") -> T:
-    """Await `work`, but give it up as soon as the coordinator knows that the worker is gone (UpstreamLost)."""
+async def unless_interrupted(work: Awaitable[T], interrupted: "asyncio.Future[Reason]", kept: Kept) -> T:
+    """Await `work`, but give it up as soon as the coordinator knows that the worker is gone (UpstreamLost).
+
+    After a planned move it is only put aside, in `kept`: the worker is still needed.
+    """
     task: asyncio.Future[Any] = asyncio.ensure_future(work)
     either: set[asyncio.Future[Any]] = {task, interrupted}
     try:
@@ -170,8 +174,12 @@ async def unless_interrupted(work: Awaitable[T], interrupted: "asyncio.Future[Re
         await _abandon(task)
         raise
     if interrupted.done():
+        reason = interrupted.result()
+        if reason is Reason.MOVE:
+            kept.hold(task)
+            raise UpstreamLost(reason, "the session is moved")
         await _abandon(task)
-        raise UpstreamLost(interrupted.result(), f"the worker is gone: {interrupted.result()}")
+        raise UpstreamLost(reason, f"the worker is gone: {reason}")
     result: T = task.result()
     return result
 

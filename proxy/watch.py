@@ -1,7 +1,8 @@
 """Watches one attempt while its stream is read: the coordinator's news, and silence.
 
 Owns the one timer of a stream. Invariant: it ends an attempt by closing the worker's connection, so that reading
-stops at once and the engine gives up the request; `reason` then says why. It judges silence by `stall` alone.
+stops at once and the engine gives up the request; `reason` then says why. Only a planned move leaves the connection
+as it is: reading stops, and the engine goes on. It judges silence by `stall` alone.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import aiohttp
 
 from .coordinator import Reason
 from .stall import Rhythm, StallPolicy
+from .upstream import UpstreamLost
 
 _GRACE_S = 0.1
 
@@ -86,4 +88,7 @@ class Watch:
     def _trip(self, reason: Reason) -> None:
         if self.reason is None:
             self.reason = reason
-            self._answer.close()
+            if reason is Reason.MOVE:
+                self._answer.content.set_exception(UpstreamLost(reason, "the session is moved"))
+            else:
+                self._answer.close()

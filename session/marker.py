@@ -5,7 +5,7 @@ Owns the JSON form of both (docs/design.md). Engine plugins read it, the proxy w
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeGuard
 
 from .ids import SessionId, session_id
 
@@ -40,11 +40,15 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """What travels with a request: whose it is, which owner this is, and where it goes on."""
+    """What travels with a request: whose it is, which owner this is, and where it goes on.
+
+    `seed` is for requests of an API that has no field for one.
+    """
 
     session: SessionId
     generation: int
     resume: Resume | None = None
+    seed: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The marker as the JSON object that goes under `kv_transfer_params.midstream`."""
@@ -53,6 +57,8 @@ class Marker:
             "session": self.session,
             "generation": self.generation,
         }
+        if self.seed is not None:
+            body["seed"] = self.seed
         if self.resume is not None:
             body["resume"] = {
                 "outputs": list(self.resume.outputs),
@@ -72,7 +78,8 @@ class Marker:
             generation = body["generation"]
             if not _is_u32(generation) or generation == 0:
                 raise ValueError(f"marker: generation {generation!r:.80} is no 32-bit number above 0")
-            return cls(session_id(body["session"]), generation, None if resume is None else _resume(resume))
+            session = session_id(body["session"])
+            return cls(session, generation, None if resume is None else _resume(resume), _seed(body.get("seed")))
         except (KeyError, TypeError) as error:
             raise ValueError(f"marker: field {error} is missing or of the wrong kind") from error
 
@@ -86,7 +93,13 @@ def _resume(body: dict[str, Any]) -> Resume:
     return Resume(tuple(outputs), KvSource(body["kv"]), str(body["prompt_hash"]), finish)
 
 
-def _is_u32(value: object) -> bool:
+def _seed(value: object) -> int | None:
+    if value is None or _is_u32(value):
+        return value
+    raise ValueError(f"marker: seed {value!r:.80} is no 32-bit number, not negative")
+
+
+def _is_u32(value: object) -> TypeGuard[int]:
     # Exactly an integer: what JSON calls 1.0, "1" or true was not written by a sidecar.
     return type(value) is int and 0 <= value < 1 << 32
 

@@ -101,7 +101,10 @@ class Tracker:
             raise WrongTransition(f"session {self.session}: {state} is no ending")
         if self.state in ENDED:
             raise WrongTransition(f"session {self.session}: ended twice ({self.state}, {state})")
-        return replace(self, state=state)
+        failovers = self.failovers
+        if state is SessionState.REFUSED and failovers and not failovers[-1].outcome:
+            failovers = (*failovers[:-1], replace(failovers[-1], outcome=state.value))
+        return replace(self, state=state, failovers=failovers)
 
     def _require(self, *states: SessionState) -> None:
         if self.state not in states:

@@ -25,6 +25,9 @@ class Tier(StrEnum):
     NONE = "none"
 
 
+KV_TIERS = frozenset({Tier.HELD, Tier.IN_PLACE, Tier.DISK})
+
+
 @dataclass(frozen=True, slots=True)
 class Account:
     """What is known of an interrupted session.
@@ -68,6 +71,13 @@ class Plan:
     expected: tuple[int, ...]
     finish: str = ""
     detail: str = ""
+
+    @property
+    def may_be_exact(self) -> bool:
+        """Whether the interrupted run goes on if all goes well, or nobody has anything yet of the one that begins."""
+        if self.tier in KV_TIERS or (self.finish and self.outputs):
+            return True
+        return self.tier is Tier.NONE and not self.expected
 
     @property
     def kv(self) -> KvSource:
@@ -121,6 +131,19 @@ def plan(
         or _recompute(account, cut, candidates, _why_no_kv(account, candidates))
         or _again(account, candidates)
     )
+
+
+def exactly(chosen: Plan, account: Account, candidates: Sequence[Candidate]) -> Plan | None:
+    """`chosen` where it may be exact, or else a new run if the client has nothing yet; None: the policy forbids it."""
+    if chosen.may_be_exact:
+        return chosen
+    return None if account.delivered else _fresh(account, candidates, ())
+
+
+def others_first(candidates: Sequence[Candidate], account: Account) -> list[Candidate]:
+    """For a planned move: workers other than the session's own, if any of these could use its KV."""
+    others = [c for c in _matching(account, candidates) if (c.worker, c.epoch) != account.epoch]
+    return others or list(candidates)
 
 
 def _matching(account: Account, candidates: Sequence[Candidate]) -> list[Candidate]:

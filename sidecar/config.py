@@ -75,6 +75,10 @@ class Proxy(_Part, frozen=True):
     keepalive_s: Annotated[
         float, Meta(gt=0, le=3600, description="How often a waiting stream gets an SSE comment.")
     ] = 5.0
+    policy: Annotated[
+        Literal["exact", "best-effort", "off"],
+        Meta(description="How exact a session has to be, where a request's X-Midstream-Policy does not say."),
+    ] = "best-effort"
     takeovers_max: Annotated[int, Meta(ge=0, le=1000, description="How often one session may be taken up again.")] = 8
     stall_floor_s: Annotated[
         float, Meta(gt=0, le=300, description="A stream that is silent for less is never stalled, nor an engine hung.")

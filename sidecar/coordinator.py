@@ -15,17 +15,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..proxy.coordinator import Outcome, Placement, Reason, SessionFacts
+from ..proxy.policy import Policy
+from ..proxy.problems import NOT_EXACT
 from ..session.errors import Refused
 from ..session.ids import SessionId
 from ..session.marker import Marker, Resume
 from ..session.records import LoadState, Slot, SlotState
 from ..session.tracker import SessionState, Tracker
-from .choice import Account, Plan, Tier, known_outputs, plan
+from .choice import KV_TIERS, Account, Plan, Tier, exactly, known_outputs, others_first, plan
 from .kv_restores import KvRestores, Mover
 from .metrics import Metrics
+from .mover.protocol import StoredResult
 from .session_record import (
     Place,
     Record,
+    Wish,
     finish_of,
     has_kv,
     has_settled,
@@ -34,7 +38,7 @@ from .session_record import (
     told,
     wants_logprobs,
 )
-from .workers import Epoch, Workers
+from .workers import Epoch, Worker, Workers
 
 _LOG = logging.getLogger("midstream.coordinator")
 
@@ -45,6 +49,9 @@ SUSPECT_S = 3.0
 # How often a waiting takeover looks again even if nothing was announced.
 LOOK_AGAIN_S = 0.5
 CONCLUDE_EVERY_S = 0.01
+# A planned move with a wanted cut looks at the journal this often, and gives up after this long.
+MOVE_POLL_S = 0.002
+MOVE_WAIT_S = 600.0
 # The kernel tells of a death within this time of the connection that broke.
 DEATH_NEWS_S = 0.25
 LEAST_EXACT_FIRST = (Outcome.REFUSED, Outcome.RESTARTED, Outcome.RECOMPUTED, Outcome.EXACT)
@@ -113,6 +120,8 @@ class SidecarCoordinator:
         ready = self._workers.ready()
         if not ready:
             raise self._nobody()
+        if facts.policy is Policy.EXACT:
+            ready = _exact_ones(ready)
         worker = min(ready, key=lambda w: (w.session_count, w.name))
         assert worker.current is not None
         tracker = Tracker(facts.session).placed(worker.name, worker.current.number)
@@ -141,7 +150,9 @@ class SidecarCoordinator:
             len(delivered), len(record.known),
         )  # fmt: skip
         owner = record.owner.epoch
-        if reason is not Reason.MISMATCH:
+        if reason is not Reason.MOVE:
+            record.wish = None
+        if reason not in (Reason.MISMATCH, Reason.MOVE):
             record.suspects[owner.id] = time.monotonic() + SUSPECT_S
             if not owner.dead:
                 self._suspect(owner.worker, owner.number, reason)
@@ -156,6 +167,24 @@ class SidecarCoordinator:
                 "or raise restore.takeover_timeout_s",
             ) from None  # fmt: skip
         return self._place(record, chosen)
+
+    async def settled(self, facts: SessionFacts, placement: Placement) -> None:
+        """At once, but for a session whose policy demands exact: then when its engine has said what it got."""
+        record = self._records[facts.session]
+        if not record.demands_exact:
+            return
+        deadline = time.monotonic() + 2 * self._settings.load_timeout_s
+        while not has_settled(record, record.owner.slot()) and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(CONCLUDE_EVERY_S)
+        outcome, failed = outcome_of(record, record.owner.slot(), 0.0)
+        if outcome is Outcome.RECOMPUTED:
+            record.gap_s = None
+            if record.concluding is not None:
+                record.concluding.cancel()
+            raise self._refuse(
+                record, NOT_EXACT,
+                f"the session could only be recomputed ({failed.detail}), which its policy forbids; send it again",
+            )  # fmt: skip
 
     def resumed(self, facts: SessionFacts, placement: Placement, gap_s: float) -> None:
         """The new owner's stream went on; what the failover came to is known when its engine has reported."""
@@ -236,6 +265,7 @@ class SidecarCoordinator:
                 # Given up by the proxy before anybody took it, as after too many takeovers.
                 self._metrics.failover(reason=failovers[-1].reason, outcome="refused", tier=Tier.NONE.value)
             record.tracker = record.tracker.ended(SessionState(ending))
+        self._has_fetched(record)
         for epoch in {id(p.epoch): p.epoch for p in (record.owner, record.source)}.values():
             self._workers.unassign(facts.session, epoch)
         self._history.append(told(record))
@@ -248,6 +278,46 @@ class SidecarCoordinator:
         if not ready:
             raise self._nobody()
         return min(ready, key=lambda w: w.session_count).url
+
+    # ---- asked by operators
+
+    async def move(self, session: SessionId, tier: Tier = Tier.HELD, at: int = 1) -> int:
+        """Have a session go on on another worker, or on its own where there is no other. Raises Refused.
+
+        Waits until `at` outputs are journaled and returns how many were, when the cut was made. KV comes from `tier`;
+        JOURNAL: it is recomputed.
+        """
+        record = self._asked_for(session)
+        if tier is Tier.DISK and not await self._kv.stored(record):
+            raise Refused("no_snapshot", f"session {session}: nothing of it is stored; take a snapshot first")
+        deadline = time.monotonic() + MOVE_WAIT_S
+        while (count := self._journal_len(record)) < at:
+            if session not in self._records:
+                raise Refused("ended", f"session {session} ended before {at} tokens")
+            if time.monotonic() > deadline:
+                raise Refused("timeout", f"session {session}: {count} of {at} tokens within {MOVE_WAIT_S:g} s")
+            await asyncio.sleep(MOVE_POLL_S)
+        if record.interrupted.done() or record.tracker.state is not SessionState.RUNNING:
+            raise Refused("busy", f"session {session} is being taken up already; ask again when it goes on")
+        record.wish = Wish(frozenset({tier}) & KV_TIERS)
+        record.interrupted.set_result(Reason.MOVE)
+        return count
+
+    async def snapshot(self, session: SessionId) -> StoredResult:
+        """Store a session as it is now. Raises Refused."""
+        return await self._kv.snapshot(self._asked_for(session))
+
+    def _asked_for(self, session: SessionId) -> Record:
+        record = self._records.get(session)
+        if record is None:
+            raise Refused("no_session", f"no session {session} is in flight; `midstream sessions` lists them")
+        if record.facts.exact_obstacle:
+            raise Refused(NOT_EXACT, f"session {session} has {record.facts.exact_obstacle!r}, so no KV of it is known")
+        return record
+
+    def _journal_len(self, record: Record) -> int:
+        slot = record.owner.slot()
+        return len(record.owner.journal(slot)) if slot is not None else 0
 
     # ---- told to people
 
@@ -282,11 +352,24 @@ class SidecarCoordinator:
                 c for c in self._workers.candidates()
                 if record.suspects.get((c.worker, c.epoch), 0.0) <= now
             ]  # fmt: skip
-            chosen = plan(account, candidates, without_kv=without_kv, tiers=self._settings.tiers)
+            tiers = self._settings.tiers
+            if record.wish is not None:
+                candidates = others_first(candidates, account)
+                tiers &= record.wish.tiers
+            chosen = plan(account, candidates, without_kv=without_kv, tiers=tiers)
             if chosen is not None and chosen.tier not in (Tier.HELD, Tier.IN_PLACE) and not chosen.finish:
                 # Asked for only here: a disk that is slow or hangs must not keep a session from KV that is held.
                 account = await self._with_stored(record, account)
-                chosen = plan(account, candidates, without_kv=without_kv, tiers=self._settings.tiers)
+                chosen = plan(account, candidates, without_kv=without_kv, tiers=tiers)
+            if chosen is not None and record.demands_exact:
+                allowed = exactly(chosen, account, candidates)
+                if allowed is None and (without_kv or not (account.held_kv or account.stored_kv_len)):
+                    raise self._refuse(
+                        record, NOT_EXACT,
+                        f"the session could only be recomputed ({chosen.detail}), which its policy forbids; "
+                        "send it again",
+                    )  # fmt: skip
+                chosen = allowed
             if chosen is not None and chosen.tier is Tier.IN_PLACE and not await self._kv.verified(record):
                 record.kv_lost = True
                 continue
@@ -357,13 +440,17 @@ class SidecarCoordinator:
         resume = None
         if chosen.outputs:
             resume = Resume(chosen.outputs, chosen.kv, record.prompt_hash, chosen.finish)
+        if record.wish is not None:
+            record.wish = None
+            if record.fetched is None and chosen.tier in KV_TIERS:
+                record.fetched = asyncio.get_running_loop().create_future()
         # What was journaled beyond this is given up: the new owner may go on otherwise.
         record.known = chosen.expected
         record.plan = chosen
         record.owner = Place(record.facts.session, epoch, generation)
         record.interrupted = _future()
         self._workers.assign(record.facts.session, epoch)
-        if chosen.tier in (Tier.HELD, Tier.IN_PLACE, Tier.DISK):
+        if chosen.tier in KV_TIERS:
             record.restore = asyncio.create_task(self._kv.restore(record, chosen.tier))
         return Placement(
             worker.name,
@@ -372,7 +459,14 @@ class SidecarCoordinator:
             record.interrupted,
             expected=chosen.expected,
             finish=chosen.finish or None,
+            fetched=record.fetched,
         )
+
+    def _has_fetched(self, record: Record) -> None:
+        """The owner before a planned move may give its blocks up."""
+        if record.fetched is not None:
+            record.fetched.set_result(None)
+            record.fetched = None
 
     def _settle_source(self, record: Record) -> bool:
         """After an interruption: which place has the KV, and what was journaled; True if it is the owner's now."""
@@ -410,6 +504,7 @@ class SidecarCoordinator:
     def _move_source(self, record: Record, place: Place) -> None:
         old, record.source = record.source, place
         record.kv_lost = False
+        self._has_fetched(record)
         if old.epoch is not place.epoch:
             self._workers.unassign(record.facts.session, old.epoch)
 
@@ -427,6 +522,20 @@ class SidecarCoordinator:
         states = ", ".join(f"{w.name} is {w.state.value}" for w in self._workers.all()) or "none is configured"
         reason = "loading" if self._workers.coming() else "no_worker"
         return Refused(reason, f"no worker is ready: {states}", retry_after_s=RETRY_AFTER_S)
+
+
+def _exact_ones(ready: Sequence[Worker]) -> list[Worker]:
+    """Those of the ready workers whose sessions can go on exactly. Raises Refused."""
+    obstacles = {w.name: w.current.exact_obstacles for w in ready if w.current is not None}
+    able = [w for w in ready if not obstacles.get(w.name, ["no_epoch"])]
+    if not able:
+        said = "; ".join(f"{name}: {', '.join(words)}" for name, words in obstacles.items())
+        raise Refused(
+            NOT_EXACT,
+            f"no worker here can go on exactly after an interruption ({said}); see docs/exactness.md, "
+            "or send the request with X-Midstream-Policy: best-effort",
+        )
+    return able
 
 
 def _future() -> "asyncio.Future[Reason]":

@@ -8,10 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from ..session.errors import Refused
 from ..session.ids import SessionId
 from .choice import Tier
 from .metrics import Metrics
-from .mover.protocol import MoverError, RestoreResult, StoredResult, VerifyResult
+from .mover.protocol import MoverError, RestoreResult, SnapshotResult, StoredResult, VerifyResult
 from .mover.protocol import Reason as MoverReason
 from .session_record import Record
 
@@ -39,6 +40,10 @@ class Mover(Protocol):
 
     async def stored(self, session: SessionId) -> StoredResult:
         """The snapshot on disk that a restore would use."""
+        ...
+
+    async def snapshot(self, arena: Path, session: SessionId | None = None) -> SnapshotResult:
+        """Store what there is of a session now."""
         ...
 
     async def finish(self, session: SessionId, generation: int) -> None:
@@ -94,6 +99,22 @@ class KvRestores:
             _LOG.warning("event=stored session=%s error=%s", record.facts.session, error)
             return None
         return found if found.found else None
+
+    async def snapshot(self, record: Record) -> StoredResult:
+        """Store a session now, and say what is stored of it then. Raises Refused."""
+        arena = record.owner.epoch.arena_path
+        if not self._stores or arena is None:
+            raise Refused("no_store", "this sidecar stores no snapshots; start it with --store-dir")
+        try:
+            await self._mover.snapshot(arena, record.facts.session)
+            found = await self._mover.stored(record.facts.session)
+        except MoverError as error:
+            raise Refused(error.reason.value, str(error)) from error
+        if not found.found:
+            raise Refused(
+                "no_snapshot", f"session {record.facts.session}: it has no complete KV to store yet; ask again"
+            )
+        return found
 
     async def verified(self, record: Record) -> bool:
         """In place nothing is copied, so the bytes are compared with their checksums before they are used."""

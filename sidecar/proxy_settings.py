@@ -3,6 +3,7 @@
 from ..adapters.contract import EngineAdapter
 from ..adapters.registry import ADAPTERS
 from ..proxy.dialects.hiding import Hiding
+from ..proxy.policy import Policy
 from ..proxy.settings import ProxySettings
 from ..proxy.stall import StallPolicy
 from .config import Settings
@@ -16,6 +17,7 @@ def proxy_settings(settings: Settings, adapter: EngineAdapter | None) -> ProxySe
         body_bytes_max=proxy.body_bytes_max,
         keepalive_s=proxy.keepalive_s,
         takeovers_max=proxy.takeovers_max,
+        policy=Policy(proxy.policy),
         stall=StallPolicy(floor_s=proxy.stall_floor_s, factor=proxy.stall_factor),
         assign_seed=proxy.assign_seed,
         hiding=Hiding.NULL if as_null else Hiding.ABSENT,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..proxy.coordinator import Outcome, Reason, SessionFacts
+from ..proxy.policy import Policy
 from ..session.ids import SessionId
 from ..session.records import LoadState, Slot, SlotState
 from ..session.tracker import Failed, Tracker
@@ -41,6 +42,13 @@ class Place:
         return () if self.epoch.arena is None else tuple(self.epoch.arena.journal(slot))
 
 
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A planned move: where KV is to come from. It holds for one takeover."""
+
+    tiers: frozenset[Tier]
+
+
 @dataclass(slots=True)
 class Record:
     """One session. `source` is the place whose KV counts; it may be older than the owner."""
@@ -59,6 +67,14 @@ class Record:
     prompt_hash: str = NO_HASH
     gap_s: float | None = None
     concluding: "asyncio.Task[None] | None" = None
+    wish: Wish | None = None
+    # Done when the owner before a planned move is not needed any more.
+    fetched: "asyncio.Future[None] | None" = None
+
+    @property
+    def demands_exact(self) -> bool:
+        """Whether nothing less than exact is allowed."""
+        return self.facts.policy is Policy.EXACT
 
 
 def output_max(body: dict[str, Any]) -> int | None:

@@ -51,6 +51,14 @@ class Epoch:
     def id(self) -> tuple[str, int]:
         return self.worker, self.number
 
+    @property
+    def exact_obstacles(self) -> list[str]:
+        """Why no session of this engine could go on exactly, as its plugin says; [] when they can."""
+        self.learn()
+        if self.key is None or not self.pools:
+            return ["no_plugin" if not self.facts else "no_pool"]
+        return [str(word) for word in self.facts.get("inexact") or []]
+
     def learn(self) -> bool:
         """Read what the engine published; True once it is known."""
         if self.facts or self.arena_path is None:

@@ -78,6 +78,18 @@ class EventDialect(Protocol):
         """The bytes that must follow the frame `key` and are known without an engine, if they are the last ones."""
         ...
 
+    def gave_up(self, body: bytes) -> bool:
+        """Whether an unstreamed answer says that the engine did not finish it."""
+        ...
+
+    def error_body(self, kind: str, code: str, message: str) -> bytes:
+        """An error of the proxy's own as a whole answer."""
+        ...
+
+    def error_event(self, kind: str, code: str, message: str, sequence: int) -> bytes:
+        """The same as the last event of a stream."""
+        ...
+
 
 def decoded(data: bytes) -> dict[str, Any] | None:
     """The JSON object of an event; None if it is something else."""
@@ -93,10 +105,9 @@ def frame_key(kind: str, body: dict[str, Any]) -> str:
     return f"{kind} {blake2b(msgspec.json.encode(body, order='sorted'), digest_size=16).hexdigest()}"
 
 
-def encoded(event: Event, body: dict[str, Any]) -> bytes:
-    """An event like `event` with another body."""
-    name = f"event: {event.name}\n".encode() if event.name else b""
-    return name + encode_event(msgspec.json.encode(body))
+def encoded(name: str, body: dict[str, Any]) -> bytes:
+    """An event with a name (if it is not empty) and a body."""
+    return (f"event: {name}\n".encode() if name else b"") + encode_event(msgspec.json.encode(body))
 
 
 def without(body: dict[str, Any], *names: str) -> dict[str, Any]:

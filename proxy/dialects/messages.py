@@ -14,6 +14,8 @@ from .events import Edit, Name, Piece, Role, bounded, decoded, encoded, frame_ke
 
 _TEXTS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
 _STOPPED = "message_delta"
+# What the API calls the kinds of errors that the proxy has.
+_KINDS = {"service_unavailable": "overloaded_error", "server_error": "api_error"}
 _LAST_EVENT = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 
 
@@ -86,11 +88,24 @@ class Messages:
         delta = body["delta"]
         field = _TEXTS[delta["type"]]
         delta[field] = delta[field][edit.dropped :]
-        return encoded(event, body)
+        return encoded(event.name, body)
 
     def formality_after(self, key: str) -> bytes | None:
         """Once a client knows why the answer stopped, only the last event is missing, which is always the same."""
         return _LAST_EVENT if key == _STOPPED else None
+
+    def gave_up(self, body: bytes) -> bool:
+        """Whether an unstreamed answer says that the engine did not finish it: nothing stopped it."""
+        message = decoded(body)
+        return message is not None and message.get("type") == "message" and message.get("stop_reason") is None
+
+    def error_body(self, kind: str, code: str, message: str) -> bytes:
+        """An error of the proxy's own; `code` is a member that the API does not have, for whoever looks for it."""
+        return msgspec.json.encode(_error_of_ours(kind, code, message))
+
+    def error_event(self, kind: str, code: str, message: str, sequence: int) -> bytes:
+        """The same as the last event of a stream."""
+        return encoded("error", _error_of_ours(kind, code, message))
 
 
 def _same_everywhere(body: dict[str, Any]) -> dict[str, Any]:
@@ -105,3 +120,7 @@ def _same_everywhere(body: dict[str, Any]) -> dict[str, Any]:
 def _error(body: dict[str, Any]) -> Piece:
     error = body.get("error")
     return Piece(Role.ERROR, text=bounded(error.get("message") if isinstance(error, dict) else error))
+
+
+def _error_of_ours(kind: str, code: str, message: str) -> dict[str, Any]:
+    return {"type": "error", "error": {"type": _KINDS.get(kind, kind), "message": message, "code": code}}

@@ -16,6 +16,7 @@ from .events import Edit, Name, Piece, Role, bounded, decoded, encoded, frame_ke
 _BEGINNINGS = frozenset({"response.queued", "response.created", "response.in_progress"})
 _ENDINGS = frozenset({"response.completed", "response.incomplete"})
 _ERRORS = frozenset({"error", "response.failed"})
+_GIVEN_UP = ("cancelled", "failed")
 _NAMED = ("id", "call_id", "created_at", "model")
 
 
@@ -59,7 +60,7 @@ class Responses:
             return _error(body)
         if kind in _ENDINGS:
             response = body.get("response")
-            aborted = isinstance(response, dict) and response.get("status") in ("cancelled", "failed")
+            aborted = isinstance(response, dict) and response.get("status") in _GIVEN_UP
             return Piece(Role.ABORTED if aborted else Role.ENDS, kind, sequence=number)
         role = Role.CLOSES if kind.endswith(".done") else Role.FRAME
         return Piece(role, frame_key(kind, _same_everywhere(body)), sequence=number)
@@ -91,11 +92,25 @@ class Responses:
         for owner in owners:
             if isinstance(owner, dict):
                 _rename(owner, edit)
-        return encoded(event, body)
+        return encoded(event.name, body)
 
     def formality_after(self, key: str) -> bytes | None:
         """Nothing is: the last event repeats the whole answer, and only an engine can write it."""
         return None
+
+    def gave_up(self, body: bytes) -> bool:
+        """Whether an unstreamed answer says that the engine did not finish it."""
+        response = decoded(body)
+        return response is not None and response.get("status") in _GIVEN_UP
+
+    def error_body(self, kind: str, code: str, message: str) -> bytes:
+        """An error of the proxy's own, in the shape that all of OpenAI's have."""
+        return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": code}})
+
+    def error_event(self, kind: str, code: str, message: str, sequence: int) -> bytes:
+        """The same as the last event of a stream."""
+        body = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": sequence}
+        return encoded("error", body)
 
 
 def _same_everywhere(body: dict[str, Any]) -> dict[str, Any]:

@@ -241,6 +241,7 @@ class ScriptedCoordinator:
         self.takeover_wait_s = 0.0
         self.refusal: Refused | None = None
         self.takeover_refusal: Refused | None = None
+        self.settled_refusal: Refused | None = None
         # How many tokens of the journal the restored KV covers; None: all.
         self.cut: int | None = None
         self.finish: str | None = None
@@ -282,6 +283,12 @@ class ScriptedCoordinator:
         resume = Resume(outputs, self.kv, "0" * 32) if outputs else None
         expected = self.lie if self.lie is not None else journal
         return self._place(facts, Marker(facts.session, generation, resume), expected)
+
+    async def settled(self, facts: SessionFacts, placement: Placement) -> None:
+        """Note it, and refuse what is to be refused then."""
+        self.calls.append(("settled", facts.policy))
+        if self.settled_refusal is not None:
+            raise self.settled_refusal
 
     def resumed(self, facts: SessionFacts, placement: Placement, gap_s: float) -> None:
         """Note it."""
