@@ -26,8 +26,11 @@ def install() -> None:
         patch(AsyncLLM, "_add_request", ("self", "request", "prompt", "parent_req", "index", "queue"), _ending)
 
 
-def _resume_of(request: Any, model_config: Any) -> Resume | None:
-    """What to replay; None also for a marker that the core will refuse, and count, for the same reason."""
+def taken_in(request: Any, model_config: Any) -> Resume | None:
+    """Take a request's marker in: its seed becomes the request's own, and what is to be replayed is returned.
+
+    None also for a marker that the core will refuse, and count, for the same reason.
+    """
     if request.sampling_params is None:
         return None
     try:
@@ -35,7 +38,11 @@ def _resume_of(request: Any, model_config: Any) -> Resume | None:
     except ValueError as error:
         log.warning("midstream: %s; the request runs as a new one", error)
         return None
-    if marker is None or marker.resume is None or not marker.resume.outputs:
+    if marker is None:
+        return None
+    if marker.seed is not None and request.sampling_params.seed is None:
+        request.sampling_params.seed = marker.seed
+    if marker.resume is None or not marker.resume.outputs:
         return None
     return replace(marker.resume, finish=ending_of(request, marker.resume, model_config))
 
@@ -92,7 +99,7 @@ def _ending(original: Any) -> Any:
     async def _add_request(self: Any, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
         resume = None
         try:
-            resume = _resume_of(request, self.model_config)
+            resume = taken_in(request, self.model_config)
         except Exception:
             report("resume record")
         if resume is None:

@@ -25,6 +25,7 @@ markers = st.builds(
     session=st.text("0123456789abcdef", min_size=32, max_size=32).map(SessionId),
     generation=st.integers(1, 2**32 - 1),
     resume=st.none() | resumes,
+    seed=st.none() | u32,
 )
 
 
@@ -82,6 +83,10 @@ def test_a_first_marker_has_no_resume_record() -> None:
         body(generation="1"),
         body(generation=math.inf),
         body(generation=math.nan),
+        body(seed=-1),
+        body(seed=2**32),
+        body(seed=True),
+        body(seed="1"),
         body(resume=[]),
         body(resume="held"),
         body(resume={}),
@@ -112,7 +117,7 @@ json_values = st.recursive(
 )
 
 
-@given(st.sampled_from(["v", "session", "generation", "resume"]), json_values)
+@given(st.sampled_from(["v", "session", "generation", "resume", "seed"]), json_values)
 def test_no_json_value_in_any_field_raises_anything_but_a_value_error(name: str, value: object) -> None:
     try:
         marker = Marker.from_json(body(**{name: value}))

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from midstream.adapters.vllm.marking import checked_marker, ending_of, re_enter_outputs, resumed_outputs
+from midstream.adapters.vllm.replay import taken_in
 from midstream.session.marker import KvSource, Marker, Resume, with_marker
 
 SESSION = "0123456789abcdef" * 2
@@ -73,3 +74,12 @@ def test_a_request_without_a_marker_is_left_alone(extra: dict[str, Any] | None) 
     plain = Request(sampling_params=SimpleNamespace(extra_args=extra, max_tokens=1), prompt_token_ids=[], outputs=[])
     assert re_enter_outputs(plain, MODEL) is None
     assert plain.outputs == []
+
+
+def test_a_seed_in_the_marker_is_the_requests_own_where_it_has_none() -> None:
+    for asked, given, taken in ((None, 7, 7), (5, 7, 5), (None, None, None), (None, 0, 0)):
+        first = request(())
+        first.sampling_params.extra_args = with_marker({}, Marker(SESSION, 1, seed=given))  # type: ignore[arg-type]
+        first.sampling_params.seed = asked
+        assert taken_in(first, MODEL) is None
+        assert first.sampling_params.seed == taken
