@@ -27,6 +27,7 @@ class Answer:
     session: str = ""
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    prompt_token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: str = ""
     usage: dict[str, Any] | None = None
@@ -187,7 +188,10 @@ class _Rules:
             if answer.usage is not None:
                 answer.violations.append("a second usage")
             answer.usage = chunk["usage"]
+        # Chats have it beside the choices, completions in the first one.
+        answer.prompt_token_ids += chunk.get("prompt_token_ids") or ()
         for choice in chunk.get("choices", ()):
+            answer.prompt_token_ids += choice.get("prompt_token_ids") or ()
             self._take_choice(choice)
 
     def _take_choice(self, choice: dict[str, Any]) -> None:

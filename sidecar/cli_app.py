@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..session.errors import ConfigError
-from . import cli_check, cli_inspect, cli_loadtest, cli_run, cli_snapshots
+from . import cli_check, cli_inspect, cli_loadtest, cli_run, cli_snapshots, cli_verify
 
 _HELP = """Keeps LLM answers going, at the exact token, when the worker that was writing them dies.
 
@@ -73,6 +73,7 @@ app.command("loadtest", context_settings={"allow_interspersed_args": False})(cli
 app.command("status")(cli_inspect.status)
 app.command("sessions")(cli_inspect.sessions)
 app.command("doctor")(cli_check.doctor)
+app.command("verify", context_settings={"allow_interspersed_args": False})(cli_verify.verify)
 app.command("config")(cli_check.config)
 app.command("version")(cli_check.version)
 app.add_typer(cli_snapshots.app, name="snapshots")

@@ -1,0 +1,186 @@
+"""Plants faults in a sidecar of verify's own, and sees whether the judge finds them: a verdict machine must be able to
+fail.
+
+Owns the three faults: one flipped bit of KV, a cut that claims one token more than its KV has, and an answer that goes
+on without the history of its penalties. Invariant: a plant counts as found only if the judge calls it a failure of the
+restore, beside controls of the same prompt that agree; a fault that changed no token, or that the sidecar noticed
+itself, is planted again elsewhere. Prompts are of one use (each has a word that no other request has), so that wrong KV
+can get into no other answer.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from random import Random
+
+from ...session.errors import Refused, StoreError
+from ...session.ids import SessionId
+from ...session.manifest import Manifest
+from .doctored import DoctoredStore, with_shifted_cut
+from .judge import Interruption, Reading, Settling, Verdict, judge, spread
+from .prompts import COMPLETIONS, Prompt
+from .runs import Run, Runner
+
+ATTEMPTS_MAX = 12
+TOKENS = 48
+# After this part of the answer: a fault needs room to show.
+CUT_SHARE = 3
+
+_TEXTS = (
+    "The expedition left the harbour before dawn. On board were eleven sailors, a cook who had never seen the sea, two "
+    "goats, and a chest that nobody was allowed to open. The captain wrote everything down: the wind, the water, what "
+    "was eaten and what was said. On the third day he wrote a sentence that he struck out again. It read:",
+    "In the archive of the old observatory there is a notebook with the measurements of forty years. Each page has a "
+    "date, a temperature, the state of the sky, and a remark. Most remarks are short. The longest of them, written in "
+    "a night in March, fills three pages and begins with the words:",
+    "Here is the recipe as my grandmother told it to me, with all that she left out and that I had to find out by "
+    "myself: the flour must be old, the butter cold, the oven hotter than you dare, the apples sour. First you take",
+    "The committee met on Tuesday to decide about the bridge. The engineer spoke of steel, the mayor of money, the "
+    "farmer of his cows, and the teacher of the children who had to cross the river every day. In the end they all "
+    "agreed on one thing only, namely that",
+)
+_PENALTIES = {"presence_penalty": 1.4, "frequency_penalty": 1.2}
+
+
+class Fault(StrEnum):
+    """What is planted."""
+
+    FLIPPED_BIT = "flipped-bit"
+    SHIFTED_CUT = "shifted-cut"
+    DROPPED_PENALTIES = "dropped-penalties"
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One planting. `verdict`: what the judge said, or why nothing could be judged."""
+
+    where: str
+    outcome: str
+    verdict: str
+    first: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Planted:
+    """What became of a fault."""
+
+    fault: Fault
+    found: bool
+    attempts: tuple[Attempt, ...]
+
+
+class Planter:
+    """Plants faults through one runner."""
+
+    def __init__(self, runner: Runner, store: Path, seed: int) -> None:
+        self._runner = runner
+        self._store = DoctoredStore(store)
+        self._chance = Random(f"{seed}/plants")
+
+    async def plant(self, fault: Fault, told: Callable[[Attempt], None] = lambda attempt: None) -> Planted:
+        """Plant until it is found, at most ATTEMPTS_MAX times."""
+        attempts: list[Attempt] = []
+        while len(attempts) < ATTEMPTS_MAX:
+            attempt = await self._attempt(fault, len(attempts))
+            attempts.append(attempt)
+            told(attempt)
+            if attempt.verdict == Verdict.RESTORE:
+                return Planted(fault, True, tuple(attempts))
+        return Planted(fault, False, tuple(attempts))
+
+    async def _attempt(self, fault: Fault, number: int) -> Attempt:
+        prompt = self._prompt(fault, number)
+        controls = [await self._runner.undisturbed(prompt) for _ in range(2)]
+        if any(control.faults for control in controls):
+            return Attempt(prompt.name, "", f"a control is not whole: {[c.faults for c in controls]}"[:300])
+        if not spread(controls).agree or len(controls[0].tokens) < TOKENS // 2:
+            return Attempt(prompt.name, "", "undisturbed runs differ, or are too short")
+        try:
+            match fault:
+                case Fault.FLIPPED_BIT:
+                    where, run = await self._flipped(prompt, controls[0])
+                case Fault.SHIFTED_CUT:
+                    where, run = await self._shifted(prompt, controls[0])
+                case Fault.DROPPED_PENALTIES:
+                    where, run = await self._without_penalties(prompt, controls[0])
+        except (Refused, StoreError) as error:
+            return Attempt(prompt.name, "", f"not planted: {error}")
+        return _judged(controls, where, run)
+
+    def _prompt(self, fault: Fault, number: int) -> Prompt:
+        word = "".join(self._chance.choice("bcdfghklmnprstvz") + self._chance.choice("aeiou") for _ in range(5))
+        text = f"{word.capitalize()}. {_TEXTS[number % len(_TEXTS)]}"
+        more = _PENALTIES if fault is Fault.DROPPED_PENALTIES else {}
+        body = {"prompt": text, "temperature": 0, "max_tokens": TOKENS, "min_tokens": TOKENS, **more}
+        return Prompt(f"{fault.value} {number + 1} ({word})", COMPLETIONS, body)
+
+    async def _flipped(self, prompt: Prompt, control: Reading) -> tuple[str, Run]:
+        good = await self._snapshot(prompt, control)
+        wrong, spot = await asyncio.to_thread(self._store.with_flipped_bit, good, self._chance)
+        # A little before the snapshot's end: then nothing has to be regenerated, and the sidecar cannot notice.
+        run = await self._restored_from(prompt, wrong, max(len(wrong.outputs) - 3, 1))
+        return f"{prompt.name}: byte {spot.byte} of block {spot.block}, cut at {run.journal}", run
+
+    async def _shifted(self, prompt: Prompt, control: Reading) -> tuple[str, Run]:
+        good = await self._snapshot(prompt, control)
+        wrong = with_shifted_cut(good, control.tokens[len(good.outputs)])
+        run = await self._restored_from(prompt, wrong, len(wrong.outputs))
+        return f"{prompt.name}: KV of {good.kv_len} positions called {wrong.kv_len}, cut at {run.journal}", run
+
+    async def _without_penalties(self, prompt: Prompt, control: Reading) -> tuple[str, Run]:
+        """As a sidecar would go on that re-enters old outputs as prompt: penalties count outputs alone."""
+        cut = len(control.tokens) // CUT_SHARE
+        ids = await self._prompt_ids(prompt)
+        rest = {**prompt.body, "prompt": [*ids, *control.tokens[:cut]]}
+        rest |= {"max_tokens": TOKENS - cut, "min_tokens": TOKENS - cut}
+        answer = await self._runner.answer(Prompt(prompt.name, prompt.path, rest), policy="off")
+        after = Reading.of(answer)
+        joined = Reading(
+            (*control.tokens[:cut], *after.tokens), finish=after.finish, usage=control.usage, faults=after.faults
+        )
+        run = Run(joined, "", "exact", journal=cut, kept=cut, had=cut)
+        return f"{prompt.name}: outputs re-entered as prompt, cut at {cut}", run
+
+    async def _prompt_ids(self, prompt: Prompt) -> Sequence[int]:
+        body = {**prompt.body, "max_tokens": 1, "min_tokens": 1}
+        answer = await self._runner.answer(Prompt(prompt.name, prompt.path, body), policy="off")
+        if not answer.prompt_token_ids:
+            raise Refused("prompt_ids", "the engine does not tell the ids of a prompt (return_token_ids)")
+        return answer.prompt_token_ids
+
+    async def _snapshot(self, prompt: Prompt, control: Reading) -> Manifest:
+        """A right snapshot of this very answer, taken from a session of its own, which is not disturbed."""
+        taken: list[SessionId] = []
+
+        async def take(session: SessionId) -> int:
+            taken.append(session)
+            await self._runner.snapshot(session)
+            return 0
+
+        run = await self._runner.with_order(prompt, len(control.tokens) // CUT_SHARE, take)
+        if not taken:
+            raise StoreError(f"{prompt.name}: the answer ended before a snapshot of it was asked for")
+        found = await asyncio.to_thread(self._store.latest, taken[0])
+        count = len(found.outputs)
+        if run.detail or found.outputs != control.tokens[:count] or count > len(control.tokens) - TOKENS // 4:
+            raise StoreError(f"{prompt.name}: a snapshot of {count} outputs is of no use here {run.detail}")
+        return found
+
+    async def _restored_from(self, prompt: Prompt, wrong: Manifest, at: int) -> Run:
+        async def order(session: SessionId) -> int:
+            await asyncio.to_thread(self._store.publish, wrong, session)
+            return await self._runner.control.move(session, tier="disk", at=at)
+
+        return await self._runner.with_order(prompt, 1, order)
+
+
+def _judged(controls: Sequence[Reading], where: str, run: Run) -> Attempt:
+    reading = run.reading
+    if not run.session:
+        # Joined from two answers: text and counts are not of one piece, the tokens decide.
+        controls = [Reading(c.tokens, finish=c.finish, usage=c.usage) for c in controls]
+    told = judge(controls, reading, Settling.GREEDY, Interruption(run.outcome, 0, run.kept))
+    first = told.difference.first if told.difference is not None else None
+    return Attempt(where, run.outcome, told.verdict.value, first)
