@@ -52,6 +52,10 @@ class Bodies:
             raise BadBody(problems.bad_request(text)) from error
         return bytes(body)
 
+    def hold_more(self, request: web.Request, size_bytes: int) -> None:
+        """Count what a request takes besides its body as it came. Raises BadBody when that is more than fits."""
+        self._hold(request, size_bytes)
+
     def release(self, request: web.Request) -> None:
         """The request is over."""
         self._held_bytes -= self._by_request.pop(id(request), 0)

@@ -28,6 +28,11 @@ def count_of(body: Body, *, chat: bool) -> int:
     return 1 if n is None else n * len(_prompts(body, chat=chat))
 
 
+def single(body: Body, *, chat: bool) -> Body:
+    """The request for the first of a request's choices."""
+    return body if count_of(body, chat=chat) == 1 else next(_parts(body, chat=chat)).body
+
+
 def split(body: Body, *, chat: bool) -> tuple[Part, ...]:
     """The parts of a request, in the order of their choices; the request itself where it asks for one answer."""
     if count_of(body, chat=chat) == 1:

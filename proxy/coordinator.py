@@ -64,6 +64,7 @@ class SessionFacts:
     """What the proxy knows of a request when it asks for a place.
 
     `exact_obstacle` says why the request cannot go on exactly ("" if it can): then it carries no marker.
+    `parent` is what the sessions of one request's choices have in common; "" where there is one choice.
     """
 
     session: SessionId
@@ -72,6 +73,7 @@ class SessionFacts:
     stream: bool
     policy: Policy = Policy.BEST_EFFORT
     exact_obstacle: str = ""
+    parent: str = ""
 
 
 class Coordinator(Protocol):
@@ -99,6 +101,10 @@ class Coordinator(Protocol):
 
         Raises Refused when the session's policy forbids what its takeover came to.
         """
+        ...
+
+    def gave_up(self, facts: SessionFacts, placement: Placement) -> bool:
+        """Whether the placement's engine noted that it did not finish the request, whatever its answer says."""
         ...
 
     def outcome(self, facts: SessionFacts) -> Outcome | None:

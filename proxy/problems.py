@@ -6,13 +6,17 @@ Invariant: the message says the fact, then the remedy; `code` is a stable word.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
 from ..session.errors import Refused
 from .dialects import openai_edit
+from .dialects.by_path import errors_of
+from .dialects.responses import Responses
 from .headers import echo_request_id
+
+# Unstreamed, all errors of OpenAI's APIs look alike.
+_OPENAI = Responses()
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,21 +29,21 @@ class Problem:
     kind: str = "invalid_request_error"
     retry_after_s: int | None = None
 
-    def response(self, request_headers: Mapping[str, str]) -> web.Response:
-        """The problem as a whole answer."""
+    def response(self, request_headers: Mapping[str, str], path: str = "") -> web.Response:
+        """The problem as a whole answer, in the shape of the API at `path`."""
         headers: CIMultiDict[str] = CIMultiDict()
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(self.retry_after_s)
-        error = {"message": self.message, "type": self.kind, "param": None, "code": self.code}
+        shape = errors_of(path) or _OPENAI
         return web.Response(
             status=self.status,
-            body=msgspec.json.encode({"error": error}),
+            body=shape.error_body(self.kind, self.code, self.message),
             content_type="application/json",
             headers=echo_request_id(headers, request_headers),
         )
 
     def event(self) -> bytes:
-        """The problem as the last event of a stream."""
+        """The problem as the last event of a stream of OpenAI's chunks."""
         return openai_edit.error_event(self.message, self.kind, self.code)
 
 
@@ -84,6 +88,16 @@ def cannot_be_exact(obstacle: str) -> Problem:
         NOT_EXACT,
         f"a request with {obstacle!r} cannot go on exactly after an interruption: leave that out, "
         "or send it with X-Midstream-Policy: best-effort",
+    )
+
+
+def too_many_choices(count: int, choices_max: int) -> Problem:
+    """A request that asks to go on exactly, for more answers than become sessions."""
+    return Problem(
+        422,
+        NOT_EXACT,
+        f"the request asks for {count} choices, and at most {choices_max} of one request can go on exactly after an "
+        "interruption: ask for fewer, raise proxy.choices_max, or send it with X-Midstream-Policy: best-effort",
     )
 
 

@@ -7,8 +7,8 @@ the coordinator.
 
 import random
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from aiohttp import web
 
@@ -16,7 +16,9 @@ from ..session.errors import Refused
 from ..session.ids import SessionId
 from . import problems
 from .bodies import BadBody, Bodies
-from .coordinator import Coordinator, SessionFacts
+from .choices import Part, count_of, single, split
+from .choices_run import ChoicesHandler
+from .coordinator import Coordinator, Placement, SessionFacts
 from .eligible import NO_SESSION, why_not_resumable
 from .failover import Failover
 from .generation import Generation
@@ -99,14 +101,23 @@ class _Requests:
     async def _bounded(
         self, request: web.Request, handle: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if self._open_count >= self._settings.requests_max:
-            return problems.too_many(self._settings.requests_max).response(request.headers)
-        self._open_count += 1
         try:
-            return await handle(request)
+            with self._counted(1):
+                return await handle(request)
+        except _TooMany:
+            return problems.too_many(self._settings.requests_max).response(request.headers)
         finally:
-            self._open_count -= 1
             self._bodies.release(request)
+
+    @contextmanager
+    def _counted(self, count: int) -> Iterator[None]:
+        if self._open_count + count > self._settings.requests_max:
+            raise _TooMany
+        self._open_count += count
+        try:
+            yield
+        finally:
+            self._open_count -= count
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -121,12 +132,34 @@ class _Requests:
         except ValueError as error:
             return problems.bad_request(str(error)).response(request.headers)
         body = without_transfer_fields(asked)
-        obstacle = why_not_resumable(body)
+        chat = request.path == CHAT_PATH
+        count, choices_max = count_of(body, chat=chat), self._settings.choices_max
+        one = single(body, chat=chat) if count <= choices_max else body
+        obstacle = why_not_resumable(one)
         if policy is Policy.OFF or obstacle in NO_SESSION:
             return await self._passthrough.forward(request, raw if body is asked else encode_body(body))
         if obstacle is not None and policy is Policy.EXACT:
-            return problems.cannot_be_exact(obstacle).response(request.headers)
-        return await self._sessions.run(request, body, policy, obstacle or "")
+            many = count > choices_max
+            problem = problems.too_many_choices(count, choices_max) if many else problems.cannot_be_exact(obstacle)
+            return problem.response(request.headers)
+        parts = split(body, chat=chat) if obstacle is None else (Part(0, 0, body),)
+        try:
+            self._hold_copies(request, parts)
+            with self._counted(len(parts) - 1):
+                return await self._sessions.run(request, parts, policy, obstacle or "")
+        except BadBody as bad:
+            return bad.problem.response(request.headers)
+
+    def _hold_copies(self, request: web.Request, parts: Sequence[Part]) -> None:
+        """Count what the bodies of several choices take; those of one prompt are as long. Raises BadBody."""
+        if len(parts) > 1:
+            choices = len(parts) // (parts[-1].prompt + 1)
+            for part in parts[::choices]:
+                self._bodies.hold_more(request, choices * len(encode_body(part.body)))
+
+
+class _TooMany(Exception):
+    """More would be open than the bound allows."""
 
 
 class _Sessions:
@@ -140,9 +173,33 @@ class _Sessions:
         self._random = random.SystemRandom()
 
     async def run(
-        self, request: web.Request, body: dict[str, Any], policy: Policy, obstacle: str
+        self, request: web.Request, parts: Sequence[Part], policy: Policy, obstacle: str
     ) -> web.StreamResponse:
-        """Answer one request as a session."""
+        """Answer one request; each of its parts is a session."""
+        parent = uuid.uuid4().hex if len(parts) > 1 else ""
+        seed = self._random.getrandbits(31)
+        started: list[tuple[Generation, Placement]] = []
+        try:
+            for part in parts:
+                started.append(await self._started(request, part, policy, obstacle, parent, seed))
+        except BaseException as error:
+            for generation, _ in started:
+                generation.failover.ended("cancelled")
+            if isinstance(error, Refused):
+                return problems.refused(error).response(request.headers)
+            raise
+        if parent:
+            generations, placements = zip(*started, strict=True)
+            return await ChoicesHandler(parts, generations, placements, parent).run()
+        generation, placement = started[0]
+        handler = StreamHandler(generation) if generation.facts.stream else UnaryHandler(generation)
+        return await handler.run(placement)
+
+    async def _started(
+        self, request: web.Request, part: Part, policy: Policy, obstacle: str, parent: str, seed: int
+    ) -> tuple[Generation, Placement]:
+        """A session that was admitted. Raises Refused."""
+        body = part.body
         facts = SessionFacts(
             SessionId(uuid.uuid4().hex),
             request.path,
@@ -150,23 +207,21 @@ class _Sessions:
             stream=body.get("stream") is True,
             policy=policy,
             exact_obstacle=obstacle,
+            parent=parent,
         )
-        try:
-            placement = await self._coordinator.admit(facts)
-        except Refused as error:
-            return problems.refused(error).response(request.headers)
-        seed = None
+        placement = await self._coordinator.admit(facts)
+        drawn = None
         if self._settings.assign_seed and not obstacle and wants_seed(body):
-            seed = placement.seed if placement.seed is not None else self._random.getrandbits(31)
+            # Unlike those of a client, seeds that are drawn differ for equal prompts, too.
+            drawn = placement.seed if placement.seed is not None else seed + part.index
         generation = Generation(
             request=request,
             facts=facts,
             wishes=wishes_of(body, chat=request.path == CHAT_PATH, hiding=None if obstacle else self._settings.hiding),
-            outgoing=Outgoing(body, seed),
+            outgoing=Outgoing(body, drawn),
             failover=Failover(self._coordinator, facts, self._settings.takeovers_max),
             upstream=self._upstream,
             settings=self._settings,
             kept=Kept(),
         )
-        handler = StreamHandler(generation) if facts.stream else UnaryHandler(generation)
-        return await handler.run(placement)
+        return generation, placement

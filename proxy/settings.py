@@ -20,6 +20,8 @@ class ProxySettings:
     answer_bytes_max: int = 256 << 20
     event_bytes_max: int = BUFFER_BYTES_MAX
     requests_max: int = 20_000
+    # Choices of one request, each a session of its own and counted as a request.
+    choices_max: int = 128
     connect_timeout_s: float = 5.0
     # How long an engine's pooled connection may lie idle; uvicorn closes its end after 5 s, so ours goes first.
     idle_connection_s: float = 4.0
@@ -46,6 +48,7 @@ class ProxySettings:
             "answer_bytes_max",
             "event_bytes_max",
             "requests_max",
+            "choices_max",
             "connect_timeout_s",
             "idle_connection_s",
             "keepalive_first_s",

@@ -6,6 +6,7 @@ client's leaving. What to send is `splice`'s to decide, where to go on the coord
 """
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 
 import aiohttp
@@ -17,7 +18,9 @@ from . import headers, problems
 from .coordinator import Placement, Reason
 from .generation import Generation
 from .problems import Problem
-from .splice import End, Splicer, Step
+from .progress import Beat, Progress
+from .splice import End, Step
+from .splicers import splicer_of
 from .sse import SseParser, encode_comment
 from .upstream import UpstreamLost, content_type, read_all, read_some, unless_interrupted
 from .waiting import Waiting
@@ -27,13 +30,18 @@ from .watch import Watch
 _DRAIN_S = 0.25
 
 
+# Makes the response to a client from its headers: what is written to it need not be all that the client gets.
+Respond = Callable[["CIMultiDict[str]"], web.StreamResponse]
+
+
 class StreamHandler:
     """One streamed session, from its first placement to its end."""
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, respond: Respond | None = None) -> None:
         self._generation = generation
+        self._respond = respond if respond is not None else _respond
         self._failover = generation.failover
-        self._splicer = Splicer(generation.wishes)
+        self._splicer = splicer_of(generation.wishes)
         self._response: web.StreamResponse | None = None
         self._preparing = asyncio.Lock()
         self._closed = False
@@ -126,7 +134,7 @@ class StreamHandler:
     async def _read(self, answer: aiohttp.ClientResponse, placement: Placement) -> Step:
         parser = SseParser(self._generation.settings.event_bytes_max)
         resume = placement.marker.resume
-        replayed = len(resume.outputs) if resume is not None else 0
+        progress = Progress(len(resume.outputs) if resume is not None else 0, knows_ids=self._splicer.knows_ids)
         unsettled = self._failover.pending
         with Watch(answer, placement.interrupted, self._generation.settings.stall) as watch:
             while True:
@@ -138,13 +146,12 @@ class StreamHandler:
                     return _interrupted(reason, f"the worker's stream was interrupted: {reason}")
                 except EngineError as error:
                     return _interrupted(Reason.ENGINE_ERROR, str(error))
-                if step.tokens:
-                    replayed -= step.tokens
-                    if replayed < 0:
-                        watch.token()
-                    else:
-                        watch.replayed()
-                if unsettled and replayed < 0:
+                beat = progress.take(step)
+                if beat is Beat.OWN:
+                    watch.token()
+                elif beat is not Beat.NOTHING:
+                    watch.replayed()
+                if unsettled and beat in (Beat.OWN, Beat.PERHAPS_OWN):
                     # From here on it is the new owner's own: may that be sent?
                     await self._failover.settled(placement)
                     unsettled = False
@@ -157,12 +164,22 @@ class StreamHandler:
                         # What nearly all reads come to; the delay of each token is spent on this path.
                         await response.write(step.out)
                     watch.sending = False
+                if step.end is End.CLAIMED:
+                    return await self._judge_ending(step, placement)
                 if step.end is not End.GOES_ON:
                     return step
                 if not data:
                     step = self._splicer.end_of_stream()
                     await self._send(step, placement)
                     return step
+
+    async def _judge_ending(self, step: Step, placement: Placement) -> Step:
+        """Send an ending on, unless the engine noted elsewhere that it is none."""
+        if self._failover.gave_up(placement):
+            return _interrupted(step.reason, step.text)
+        step = self._splicer.confirm()
+        await self._send(step, placement)
+        return step
 
     async def _take_other_answer(self, answer: aiohttp.ClientResponse, placement: Placement) -> Step:
         """Not a stream: the engine's own error, mostly. It is the client's, unless the worker is dying."""
@@ -194,7 +211,7 @@ class StreamHandler:
             if self._response is None:
                 kept.popall("Content-Length", None)
                 self._generation.tell_session(kept)
-                response = web.StreamResponse(headers=kept)
+                response = self._respond(kept)
                 await response.prepare(self._generation.request)
                 self._response = response
         return self._response
@@ -237,12 +254,16 @@ class StreamHandler:
     async def _fail(self, problem: Problem) -> web.StreamResponse:
         await self._waiting.stop()
         if self._response is None:
-            return problem.response(self._generation.request.headers)
-        await self._response.write(problem.event())
+            return problem.response(self._generation.request.headers, self._generation.request.path)
+        await self._response.write(self._splicer.failing(problem.kind, problem.code, problem.message))
         if self._generation.wants_report:
             await self._response.write(encode_comment("midstream outcome=refused"))
         await self._response.write_eof()
         return self._response
+
+
+def _respond(kept: "CIMultiDict[str]") -> web.StreamResponse:
+    return web.StreamResponse(headers=kept)
 
 
 def _interrupted(reason: Reason, text: str) -> Step:

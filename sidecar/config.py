@@ -80,6 +80,10 @@ class Proxy(_Part, frozen=True):
         Meta(description="How exact a session has to be, where a request's X-Midstream-Policy does not say."),
     ] = "best-effort"
     takeovers_max: Annotated[int, Meta(ge=0, le=1000, description="How often one session may be taken up again.")] = 8
+    choices_max: Annotated[
+        int,
+        Meta(ge=1, le=10_000, description="Choices (n, times prompts) of one request that can each be a session."),
+    ] = 128
     stall_floor_s: Annotated[
         float, Meta(gt=0, le=300, description="A stream that is silent for less is never stalled, nor an engine hung.")
     ] = 15.0

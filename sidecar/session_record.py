@@ -79,7 +79,7 @@ class Record:
 
 def output_max(body: dict[str, Any]) -> int | None:
     """How many output tokens a request allows at most, if it says so."""
-    for name in ("max_completion_tokens", "max_tokens"):
+    for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
         value = body.get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
@@ -164,6 +164,7 @@ def told(record: Record) -> dict[str, Any]:
     tracker = record.tracker
     return {
         "session": record.facts.session,
+        "parent": record.facts.parent,
         "path": record.facts.path,
         "worker": record.owner.epoch.worker,
         "epoch": record.owner.epoch.number,
