@@ -8,6 +8,10 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any
 
+from .dialects import by_path
+from .eligible_events import NO_SESSION as NO_EVENT_SESSION
+from .eligible_events import EventObstacle, why_no_message, why_no_response
+
 Body = Mapping[str, Any]
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "tool_result", "tool_use"})
@@ -77,16 +81,26 @@ _RULES: tuple[tuple[Callable[[Body], bool], NotResumable], ...] = (
     (lambda body: body.get("prompt_logprobs") is not None, NotResumable.PROMPT_LOGPROBS),
     (_no_output, NotResumable.NO_OUTPUT),
     (_multimodal, NotResumable.MULTIMODAL),
-    # With hidden reasoning vLLM withholds the ids of all chunks.
-    (lambda body: body.get("include_reasoning") is False, NotResumable.HIDDEN_IDS),
+    # With hidden reasoning vLLM withholds the ids of all chunks: text decides then, and logprobs are of no text.
+    (
+        lambda body: body.get("include_reasoning") is False and body.get("logprobs") not in (None, False),
+        NotResumable.HIDDEN_IDS,
+    ),
     (lambda body: body.get("ec_transfer_params") is not None, NotResumable.ENCODER_TRANSFER),
 )
 
 
+Obstacle = NotResumable | EventObstacle
+
 # Nothing is generated, or it is the engine's to say what was meant: there is no session in these.
-NO_SESSION = frozenset({NotResumable.UNCLEAR_STREAM, NotResumable.NO_OUTPUT})
+NO_SESSION: frozenset[Obstacle] = frozenset({NotResumable.UNCLEAR_STREAM, NotResumable.NO_OUTPUT}) | NO_EVENT_SESSION
 
 
-def why_not_resumable(body: Body) -> NotResumable | None:
-    """The first rule that a request meets, or None: then it can go on exactly."""
+def why_not_resumable(body: Body, path: str = "") -> Obstacle | None:
+    """The first rule of the API at `path` that a request meets, or None: then it can go on exactly."""
+    match path:
+        case by_path.RESPONSES_PATH:
+            return why_no_response(body)
+        case by_path.MESSAGES_PATH:
+            return why_no_message(body)
     return next((reason for rule, reason in _RULES if rule(body)), None)

@@ -49,6 +49,10 @@ class Failover:
         """Returns when what the new owner computes may be sent. Raises Refused."""
         await self._coordinator.settled(self._facts, placement)
 
+    def gave_up(self, placement: Placement) -> bool:
+        """Whether the worker's own record says that it gave the request up, which its answer may not show."""
+        return self._coordinator.gave_up(self._facts, placement)
+
     def resumed(self, placement: Placement) -> None:
         """Something that the client never had was sent."""
         if self._since_s is None:

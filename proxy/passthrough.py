@@ -32,7 +32,7 @@ class Passthrough:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Forward a request whose body has not been read yet."""
         if self._is_private(request.path):
-            return problems.private_path(request.path).response(request.headers)
+            return problems.private_path(request.path).response(request.headers, request.path)
         if not request.body_exists:
             return await self.forward(request, None)
         if not _may_be_read_as_json(content_type(request.headers)):
@@ -40,7 +40,7 @@ class Passthrough:
         try:
             body = _cleaned(await self._bodies.read(request))
         except BadBody as bad:
-            return bad.problem.response(request.headers)
+            return bad.problem.response(request.headers, request.path)
         return await self.forward(request, body)
 
     def _is_private(self, path: str) -> bool:
@@ -55,7 +55,7 @@ class Passthrough:
         try:
             base_url = self._coordinator.plain_upstream()
         except Refused as error:
-            return problems.refused(error).response(request.headers)
+            return problems.refused(error).response(request.headers, request.path)
         sent = headers.towards_engine(request.headers)
         if body is not None:
             sent.popall("Content-Length", None)
@@ -64,7 +64,7 @@ class Passthrough:
                 request.method, target(base_url, _path_of(request)), sent, _pieces(request) if stream_body else body
             )
         except UpstreamLost as lost:
-            return problems.upstream_lost(str(lost)).response(request.headers)
+            return problems.upstream_lost(str(lost)).response(request.headers, request.path)
         try:
             response = web.StreamResponse(
                 status=answer.status,

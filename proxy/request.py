@@ -4,12 +4,13 @@ Invariant: nothing that a client writes reaches the engine as a marker, and what
 by the marker, `return_token_ids` and an assigned seed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from ..session.marker import FIELD, Marker, with_marker
+from .dialects.events import EventDialect
 from .dialects.hiding import Hiding
 from .splice import Wishes
 
@@ -57,8 +58,10 @@ def may_hold_transfer_fields(raw: bytes) -> bool:
     return FIELD.encode() in raw or b"\\u00" in raw
 
 
-def wishes_of(body: dict[str, Any], *, chat: bool, hiding: Hiding | None) -> Wishes:
+def wishes_of(body: dict[str, Any], *, chat: bool, hiding: Hiding | None, events: EventDialect | None = None) -> Wishes:
     """What a client asked for, as far as it shapes the stream."""
+    if events is not None:
+        return Wishes(chat=False, hiding=None, shows_ids=False, events=events)
     options = body.get("stream_options")
     stops = bool(body.get("stop"))
     return Wishes(
@@ -67,6 +70,8 @@ def wishes_of(body: dict[str, Any], *, chat: bool, hiding: Hiding | None) -> Wis
         usage=isinstance(options, dict) and options.get("include_usage") is True,
         stop_strings=stops,
         holds_back=stops or bool(body.get("tools")) or "reasoning_effort" in body,
+        # With hidden reasoning vLLM withholds the ids of all chunks.
+        shows_ids=body.get("include_reasoning") is not False,
     )
 
 
@@ -78,10 +83,15 @@ def wants_seed(body: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A request on its way to engines: the same for every attempt, but for the marker."""
+    """A request on its way to engines: the same for every attempt, but for the marker.
+
+    `asks_ids`: the API has a field for that. `takes_seed`: it has one for seeds; otherwise the marker carries it.
+    """
 
     body: dict[str, Any]
     seed: int | None
+    asks_ids: bool = True
+    takes_seed: bool = True
 
     def encode(self, marker: Marker | None, seed: int | None) -> bytes:
         """The body for one attempt; `seed` is the coordinator's and comes second to the one drawn already.
@@ -89,11 +99,15 @@ class Outgoing:
         Without a marker it goes out as the client wrote it: nothing can be done with its ids.
         """
         body = self.body
-        if marker is not None:
-            body = with_marker(body, marker) | {"return_token_ids": True}
         chosen = self.seed if self.seed is not None else seed
-        if chosen is not None and body.get("seed") is None:
-            body["seed"] = chosen
+        if marker is not None:
+            if not self.takes_seed:
+                marker = replace(marker, seed=chosen)
+            body = with_marker(body, marker)
+            if self.asks_ids:
+                body["return_token_ids"] = True
+        if chosen is not None and self.takes_seed and body.get("seed") is None:
+            body = {**body, "seed": chosen}
         return msgspec.json.encode(body)
 
 

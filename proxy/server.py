@@ -19,6 +19,7 @@ from .bodies import BadBody, Bodies
 from .choices import Part, count_of, single, split
 from .choices_run import ChoicesHandler
 from .coordinator import Coordinator, Placement, SessionFacts
+from .dialects.by_path import CHAT_PATH, SESSION_PATHS, events_of
 from .eligible import NO_SESSION, why_not_resumable
 from .failover import Failover
 from .generation import Generation
@@ -30,9 +31,6 @@ from .settings import ProxySettings
 from .stream import StreamHandler
 from .unary import UnaryHandler
 from .upstream import Upstream
-
-CHAT_PATH = "/v1/chat/completions"
-COMPLETIONS_PATH = "/v1/completions"
 
 # How long a client that was refused may go on sending its body before the connection is closed.
 _LINGER_S = 2.0
@@ -60,8 +58,8 @@ def build_app(
     bodies = Bodies(settings)
     requests = _Requests(sessions, Passthrough(coordinator, upstream, settings, bodies), settings, bodies)
     app.add_routes(routes)
-    app.router.add_post(COMPLETIONS_PATH, requests.handle_generation)
-    app.router.add_post(CHAT_PATH, requests.handle_generation)
+    for path in SESSION_PATHS:
+        app.router.add_post(path, requests.handle_generation)
     app.router.add_route("*", "/{path:.*}", requests.handle_other)
     return app
 
@@ -105,7 +103,7 @@ class _Requests:
             with self._counted(1):
                 return await handle(request)
         except _TooMany:
-            return problems.too_many(self._settings.requests_max).response(request.headers)
+            return problems.too_many(self._settings.requests_max).response(request.headers, request.path)
         finally:
             self._bodies.release(request)
 
@@ -124,31 +122,32 @@ class _Requests:
             raw = await self._bodies.read(request)
             asked = parse_body(raw)
         except BadBody as bad:
-            return bad.problem.response(request.headers)
+            return bad.problem.response(request.headers, request.path)
         except ValueError as error:
-            return problems.bad_request(str(error)).response(request.headers)
+            return problems.bad_request(str(error)).response(request.headers, request.path)
         try:
             policy = policy_of(request.headers, self._settings.policy)
         except ValueError as error:
-            return problems.bad_request(str(error)).response(request.headers)
+            return problems.bad_request(str(error)).response(request.headers, request.path)
         body = without_transfer_fields(asked)
         chat = request.path == CHAT_PATH
-        count, choices_max = count_of(body, chat=chat), self._settings.choices_max
-        one = single(body, chat=chat) if count <= choices_max else body
-        obstacle = why_not_resumable(one)
+        has_choices = events_of(request.path) is None
+        count, choices_max = count_of(body, chat=chat) if has_choices else 1, self._settings.choices_max
+        one = single(body, chat=chat) if has_choices and count <= choices_max else body
+        obstacle = why_not_resumable(one, request.path)
         if policy is Policy.OFF or obstacle in NO_SESSION:
             return await self._passthrough.forward(request, raw if body is asked else encode_body(body))
         if obstacle is not None and policy is Policy.EXACT:
             many = count > choices_max
             problem = problems.too_many_choices(count, choices_max) if many else problems.cannot_be_exact(obstacle)
-            return problem.response(request.headers)
-        parts = split(body, chat=chat) if obstacle is None else (Part(0, 0, body),)
+            return problem.response(request.headers, request.path)
+        parts = split(body, chat=chat) if has_choices and obstacle is None else (Part(0, 0, body),)
         try:
             self._hold_copies(request, parts)
             with self._counted(len(parts) - 1):
                 return await self._sessions.run(request, parts, policy, obstacle or "")
         except BadBody as bad:
-            return bad.problem.response(request.headers)
+            return bad.problem.response(request.headers, request.path)
 
     def _hold_copies(self, request: web.Request, parts: Sequence[Part]) -> None:
         """Count what the bodies of several choices take; those of one prompt are as long. Raises BadBody."""
@@ -186,7 +185,7 @@ class _Sessions:
             for generation, _ in started:
                 generation.failover.ended("cancelled")
             if isinstance(error, Refused):
-                return problems.refused(error).response(request.headers)
+                return problems.refused(error).response(request.headers, request.path)
             raise
         if parent:
             generations, placements = zip(*started, strict=True)
@@ -214,11 +213,16 @@ class _Sessions:
         if self._settings.assign_seed and not obstacle and wants_seed(body):
             # Unlike those of a client, seeds that are drawn differ for equal prompts, too.
             drawn = placement.seed if placement.seed is not None else seed + part.index
+        events = events_of(request.path)
+        wishes = wishes_of(
+            body, chat=request.path == CHAT_PATH, hiding=None if obstacle else self._settings.hiding, events=events
+        )
+        takes_seed = events is None or events.takes_seed
         generation = Generation(
             request=request,
             facts=facts,
-            wishes=wishes_of(body, chat=request.path == CHAT_PATH, hiding=None if obstacle else self._settings.hiding),
-            outgoing=Outgoing(body, drawn),
+            wishes=wishes,
+            outgoing=Outgoing(body, drawn, asks_ids=wishes.shows_ids, takes_seed=takes_seed),
             failover=Failover(self._coordinator, facts, self._settings.takeovers_max),
             upstream=self._upstream,
             settings=self._settings,

@@ -15,6 +15,7 @@ import msgspec
 from .account import Account, Mismatch, joined_texts
 from .coordinator import Reason
 from .dialects import openai, openai_edit
+from .dialects.events import EventDialect
 from .dialects.hiding import Hiding, hide_ids, hide_one_list
 from .dialects.openai import Choice, Chunk
 from .sse import Event, encode_event
@@ -35,7 +36,7 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     """What to send now, and whether the attempt goes on. A struct, because one is made for every read.
 
     `fresh` is true when `out` holds something that the client never had; `tokens` counts what arrived, replays
-    included.
+    included: pieces of text where no ids are seen.
     """
 
     out: bytes
@@ -51,7 +52,8 @@ class Wishes:
     """What the client asked for, as far as it shapes the stream.
 
     `hiding` is None where the client asked for token ids itself. `holds_back` says that the engine may keep text of
-    delivered tokens back (stop strings, parsers), so that only an engine can write the ending.
+    delivered tokens back (stop strings, parsers), so that only an engine can write the ending. `shows_ids` is false
+    where the engine withholds them, and `events` is how the stream looks where it is none of chunks.
     """
 
     chat: bool
@@ -59,6 +61,8 @@ class Wishes:
     usage: bool = False
     stop_strings: bool = False
     holds_back: bool = False
+    shows_ids: bool = True
+    events: EventDialect | None = None
 
 
 class _Stop(Exception):
@@ -70,9 +74,13 @@ class _Stop(Exception):
 
 
 class Splicer:
-    """Splices one stream with one choice. Call `begin` for each attempt, then `feed`, then `end_of_stream`."""
+    """Splices one stream with one choice. Call `begin` for each attempt, then `feed`, then `end_of_stream`.
+
+    Where ids are withheld text alone decides, which every attempt tells from the beginning.
+    """
 
     def __init__(self, wishes: Wishes) -> None:
+        self.knows_ids = wishes.shows_ids
         self._wishes = wishes
         self._hides = wishes.hiding is not None
         self._account = Account()
@@ -109,7 +117,7 @@ class Splicer:
         self._attempts += 1
         self._replaying = self._attempts > 1
         try:
-            self._account.begin(expected)
+            self._account.begin(expected if self.knows_ids else ())
         except Mismatch as mismatch:
             return str(mismatch)
         return None
@@ -148,7 +156,8 @@ class Splicer:
         Engines that hold text back may still owe some of it, so there an engine must write the ending.
         """
         return (
-            not self._finish_sent
+            self.knows_ids
+            and not self._finish_sent
             and self._identity is not None
             and not self._wishes.holds_back
             and not self._account.owes_text
@@ -175,8 +184,17 @@ class Splicer:
         self._done_sent = True
         return b"".join(out)
 
+    def confirm(self) -> Step:
+        """The ending was one, which the finish reason of a chunk says already."""
+        return Step(b"", End.FINISHED)
+
+    def failing(self, kind: str, code: str, message: str) -> bytes:
+        """An error of the proxy's own, as the last event of this stream."""
+        return openai_edit.error_event(message, kind, code)
+
     def _usage_known(self) -> bool:
-        return not self._wishes.usage or self._usage_sent or self._prompt_tokens is not None
+        counts_known = self.knows_ids and self._prompt_tokens is not None
+        return not self._wishes.usage or self._usage_sent or counts_known
 
     def _step(self, end: End, reason: Reason, text: str) -> Step:
         return Step(b"".join(self._out), end, self._fresh, self._tokens, reason, text)
@@ -280,7 +298,7 @@ class Splicer:
             text = f"the engine ended the request with {choice.finish_reason!r}"
             raise _Stop(Reason.ABORT, text)
         ids = choice.token_ids or ()
-        self._tokens += len(ids)
+        self._tokens += len(ids) if self.knows_ids else bool(openai.texts(choice))
         if self._replaying:
             self._take_replayed(event, data, chunk, choice, ids)
             return

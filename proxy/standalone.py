@@ -41,6 +41,10 @@ class OneWorker:
     def resumed(self, facts: SessionFacts, placement: Placement, gap_s: float) -> None:
         """Never called: nothing is taken over."""
 
+    def gave_up(self, facts: SessionFacts, placement: Placement) -> bool:
+        """Nothing is noted here."""
+        return False
+
     def outcome(self, facts: SessionFacts) -> Outcome | None:
         """Nothing is taken over."""
         return None

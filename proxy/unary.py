@@ -66,7 +66,7 @@ class UnaryHandler:
             ending = "cancelled"
             raise
         except Refused as error:
-            return problems.refused(error).response(self._generation.request.headers)
+            return problems.refused(error).response(self._generation.request.headers, self._generation.request.path)
         finally:
             self._generation.kept.let_go()
             self._failover.ended(ending)
@@ -119,6 +119,12 @@ class UnaryHandler:
 
     def _what_is_wrong(self, body: bytes, placement: Placement) -> _Lost | None:
         """Whether an answer is an interruption in disguise, or not the one that was journaled."""
+        events = self._generation.wishes.events
+        if events is not None:
+            # Of these APIs' answers only their engine knows the tokens.
+            if events.gave_up(body) or (events.hides_aborts and self._failover.gave_up(placement)):
+                return _Lost(Reason.ABORT, "the engine gave the request up")
+            return None
         try:
             choices = _decoder.decode(body).choices
         except (msgspec.DecodeError, UnicodeDecodeError):

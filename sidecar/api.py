@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from ..proxy.dialects.by_path import SESSION_PATHS
 from .coordinator import SidecarCoordinator
 from .metrics import CONTENT_TYPE, Metrics
 from .workers import Epoch, Worker, Workers
@@ -55,9 +56,6 @@ def routes(
         web.get("/midstream/v1/status", told_status),
         web.get("/midstream/v1/sessions", told_sessions),
     ]
-
-
-SESSION_PATHS = ("/v1/completions", "/v1/chat/completions")
 
 
 def counting(metrics: Metrics) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:

@@ -195,6 +195,11 @@ class SidecarCoordinator:
                 record.concluding.cancel()
             record.concluding = asyncio.create_task(self._conclude_later(record))
 
+    def gave_up(self, facts: SessionFacts, placement: Placement) -> bool:
+        """Whether the owner's engine noted in its arena that it did not finish the request."""
+        slot = self._records[facts.session].owner.slot()
+        return slot is not None and slot.finish in ("abort", "error")
+
     def outcome(self, facts: SessionFacts) -> Outcome | None:
         """The session's least exact takeover."""
         record = self._records[facts.session]

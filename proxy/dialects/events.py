@@ -61,6 +61,8 @@ class EventDialect(Protocol):
 
     # Whether an answer that the engine gave up ends as one that is complete, so that the stream cannot tell.
     hides_aborts: bool
+    # Whether requests have a field for a seed.
+    takes_seed: bool
 
     def read(self, event: Event) -> Piece | None:
         """What an event with data is; None if it is not of this dialect."""

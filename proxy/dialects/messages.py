@@ -41,6 +41,7 @@ class Messages:
     """The dialect of `/v1/messages`."""
 
     hides_aborts = False
+    takes_seed = False
 
     def read(self, event: Event) -> Piece | None:
         """What an event is."""

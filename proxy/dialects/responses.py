@@ -38,6 +38,7 @@ class Responses:
     """The dialect of `/v1/responses`."""
 
     hides_aborts = True
+    takes_seed = True
 
     def read(self, event: Event) -> Piece | None:
         """What an event is."""

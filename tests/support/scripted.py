@@ -71,6 +71,8 @@ class ScriptedEngine:
         self.scripts = list(scripts) or [Script()]
         self.seen: list[Seen] = []
         self.journals: dict[str, list[int]] = {}
+        # Sessions whose end it noted as none.
+        self.given_up: set[str] = set()
         self.meets_fate = asyncio.Event()
         self.url = ""
 
@@ -298,6 +300,10 @@ class ScriptedCoordinator:
             self._outcome = Outcome.RESTARTED if not placement.expected else Outcome.RECOMPUTED
         else:
             self._outcome = Outcome.RECOMPUTED if resume.kv is KvSource.NONE else Outcome.EXACT
+
+    def gave_up(self, facts: SessionFacts, placement: Placement) -> bool:
+        """Whether the engine noted that it did not finish the request."""
+        return facts.session in self._engine(facts).given_up
 
     def outcome(self, facts: SessionFacts) -> Outcome | None:
         """Of the last takeover."""
