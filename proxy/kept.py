@@ -22,27 +22,24 @@ class Kept:
 
     def until(self, fetched: "asyncio.Future[None] | None") -> None:
         """Let go of what is held as soon as `fetched` is done; at once without one."""
-        held, self._held = self._held, []
-        if not held:
-            return
         if fetched is None:
-            _let_go(held)
-        else:
-            fetched.add_done_callback(lambda _: _let_go(held))
+            self.let_go()
+        elif self._held:
+            fetched.add_done_callback(lambda _: self.let_go())
 
     def let_go(self) -> None:
-        """The session is over, or was not moved after all."""
-        self.until(None)
+        """Nothing of it is needed any more."""
+        held, self._held = self._held, []
+        for request in held:
+            _close(request)
 
 
-def _let_go(held: "list[aiohttp.ClientResponse | asyncio.Future[Any]]") -> None:
-    for request in held:
-        if isinstance(request, aiohttp.ClientResponse):
-            request.close()
-        elif not request.done():
-            request.cancel()
-        elif not request.cancelled() and request.exception() is None:
-            answer = request.result()
-            if isinstance(answer, aiohttp.ClientResponse):
-                answer.close()
-    held.clear()
+def _close(request: "aiohttp.ClientResponse | asyncio.Future[Any]") -> None:
+    if isinstance(request, aiohttp.ClientResponse):
+        request.close()
+    elif not request.done():
+        request.cancel()
+    elif not request.cancelled() and request.exception() is None:
+        answer = request.result()
+        if isinstance(answer, aiohttp.ClientResponse):
+            answer.close()

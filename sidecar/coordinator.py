@@ -217,9 +217,10 @@ class SidecarCoordinator:
         """Say what the last failover came to, if it is known; `over`: there is nothing more to wait for."""
         if record.gap_s is None:
             return True
-        slot = record.owner.slot()
-        if not (over or has_settled(record, slot)):
+        if not (over or has_settled(record, record.owner.slot())):
             return False
+        # Read anew: what the engine has said of its KV was written before the token by which it is seen to have settled.
+        slot = record.owner.slot()
         gap_s, record.gap_s = record.gap_s, None
         self._came_to(record, slot, gap_s)
         # A first token that was only journaled can be sent before the engine has any KV: the old place is kept then.
@@ -366,6 +367,8 @@ class SidecarCoordinator:
                 # Asked for only here: a disk that is slow or hangs must not keep a session from KV that is held.
                 account = await self._with_stored(record, account)
                 chosen = plan(account, candidates, without_kv=without_kv, tiers=tiers)
+            if chosen is not None and record.wish is not None and not tiers:
+                chosen = replace(chosen, detail="its move asked for that")
             if chosen is not None and record.demands_exact:
                 allowed = exactly(chosen, account, candidates)
                 if allowed is None and (without_kv or not (account.held_kv or account.stored_kv_len)):

@@ -152,25 +152,6 @@ async def test_a_large_upload_that_is_no_json_is_streamed_through() -> None:
         assert refused.status == 413
 
 
-@pytest.mark.parametrize(
-    "fields", [{"n": 2}, {"best_of": 3}, {"use_beam_search": True}, {"prompt": ["a", "b"]}, {"echo": True}]
-)
-async def test_requests_that_cannot_be_resumed_are_passed_through_without_a_marker(fields: dict[str, Any]) -> None:
-    coordinator = one()
-    async with proxied(coordinator) as client:
-        got = await client.complete(**fields)
-    assert got.text == ANSWER.text()
-    assert coordinator.calls == []
-    assert "kv_transfer_params" not in coordinator.engines[0].seen[0].body
-    assert "return_token_ids" not in coordinator.engines[0].seen[0].body
-
-
-async def test_a_worker_lost_in_a_passed_through_answer_breaks_the_clients_connection_too() -> None:
-    async with proxied(one(Script(at=3))) as client:
-        with pytest.raises(aiohttp.ClientError):
-            await client.complete(n=2)
-
-
 @pytest.mark.parametrize("at_token", [0, 3])
 async def test_a_client_that_leaves_ends_the_engines_work_within_a_second(at_token: int) -> None:
     coordinator = one(Script(at=at_token, fate=Fate.STALLS))

@@ -159,7 +159,7 @@ SESSIONS: dict[str, Any] = {
 
 
 def test_status_and_sessions_show_what_the_sidecar_says(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     with FakeSidecar({"/midstream/v1/status": STATUS, "/midstream/v1/sessions": SESSIONS}) as fake:
         assert call(monkeypatch, "status", "--url", fake.url) == 0
@@ -176,6 +176,8 @@ def test_status_and_sessions_show_what_the_sidecar_says(
         assert call(monkeypatch, "status", "--json", "--url", fake.url) == 0
         assert json.loads(capsys.readouterr().out) == STATUS
         monkeypatch.setenv("MIDSTREAM_LISTEN_PORT", str(fake.port))
+        # A folder in which no sidecar has said where it listens, whatever runs on this machine.
+        monkeypatch.setenv("MIDSTREAM_STATE_DIR", str(tmp_path))
         assert call(monkeypatch, "sessions", "--json") == 0
         assert json.loads(capsys.readouterr().out) == SESSIONS
 

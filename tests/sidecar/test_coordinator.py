@@ -15,12 +15,14 @@ from midstream.session.errors import Refused
 from midstream.session.ids import SessionId
 from midstream.session.key import REQUIRED
 from midstream.session.marker import KvSource
+from midstream.session.records import Slot
 from midstream.sidecar import coordinator as module
 from midstream.sidecar.choice import Tier
 from midstream.sidecar.coordinator import CoordinatorSettings, SidecarCoordinator
 from midstream.sidecar.metrics import Metrics
 from midstream.sidecar.mover.protocol import MoverError, RestoreResult, StoredResult, VerifyResult
 from midstream.sidecar.mover.protocol import Reason as MoverReason
+from midstream.sidecar.session_record import Place
 from midstream.sidecar.supervise import WorkerState
 from midstream.sidecar.workers import Epoch, Workers
 
@@ -219,6 +221,30 @@ async def test_a_standby_gets_the_journal_and_the_mover_fills_its_blocks(rig: Ri
         "held", 3, 0, 7, 1,
     )  # fmt: skip
     assert told["gap_ms"] == 250.0
+
+
+async def test_kv_that_was_reported_while_the_coordinator_looked_counts(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = rig.start("w0")
+    placement = await rig.coordinator.admit(asked())
+    first.admit(placement, 1, 2, 3)
+    standby = rig.start("w1")
+    rig.die(first)
+    taken = await rig.over(placement, 1, 2)
+    slot = standby.admit(taken)
+    read = Place.slot
+    late = [lambda: slot.report(LoadState.DONE, 7, 1), lambda: slot.append_tokens([4])]
+
+    def read_and_then(place: Place) -> Slot | None:
+        seen = read(place)
+        while late:
+            late.pop(0)()
+        return seen
+
+    monkeypatch.setattr(Place, "slot", read_and_then)
+    rig.coordinator.resumed(asked(), taken, 0.25)
+    assert rig.coordinator.outcome(asked()) is Outcome.EXACT
 
 
 async def test_the_restarted_engine_goes_on_in_place_if_its_blocks_are_sound(rig: Rig) -> None:

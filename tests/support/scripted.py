@@ -244,6 +244,8 @@ class ScriptedCoordinator:
         self.refusal: Refused | None = None
         self.takeover_refusal: Refused | None = None
         self.settled_refusal: Refused | None = None
+        # Of a planned move: what the old worker is kept for.
+        self.fetched: asyncio.Future[None] | None = None
         # How many tokens of the journal the restored KV covers; None: all.
         self.cut: int | None = None
         self.finish: str | None = None
@@ -340,6 +342,7 @@ class ScriptedCoordinator:
             interrupted=asyncio.get_running_loop().create_future(),
             expected=expected,
             finish=self.finish if expected else None,
+            fetched=self.fetched,
         )
         self.placements.append(placement)
         return placement

@@ -1,0 +1,97 @@
+"""A planned move: the old worker's request is kept until the next owner has what it needs, and then given up."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from midstream.proxy.coordinator import Reason
+from support.answers import Answer
+from support.proxying import proxied
+from support.scripted import Fate, Script, ScriptedCoordinator, ScriptedEngine
+
+ANSWER = Answer.words(8)
+
+
+def moving() -> ScriptedCoordinator:
+    """A worker that would never end, and one that takes over."""
+    stalls = Script(at=3, fate=Fate.STALLS)
+    return ScriptedCoordinator(ScriptedEngine(ANSWER, stalls, name="a"), ScriptedEngine(ANSWER, name="b"))
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait for something that makes no noise."""
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def test_a_stream_goes_on_elsewhere_while_its_old_request_is_kept() -> None:
+    coordinator = moving()
+    old = coordinator.engines[0]
+    async with proxied(coordinator) as client:
+        coordinator.fetched = asyncio.get_running_loop().create_future()
+        asking = asyncio.create_task(client.complete())
+        await old.meets_fate.wait()
+        coordinator.interrupt(Reason.MOVE)
+        await until(lambda: bool(coordinator.of("resumed")))
+        assert not old.seen[0].cancelled.is_set()
+        coordinator.fetched.set_result(None)
+        await asyncio.wait_for(old.seen[0].cancelled.wait(), 5)
+        got = await asking
+    assert got.text == ANSWER.text()
+    assert coordinator.of("take_over")[0][1] is Reason.MOVE
+
+
+async def test_an_unstreamed_request_is_kept_although_it_has_no_answer_yet() -> None:
+    slow = Script(gap_s=60)
+    coordinator = ScriptedCoordinator(ScriptedEngine(ANSWER, slow, name="a"), ScriptedEngine(ANSWER, name="b"))
+    old = coordinator.engines[0]
+    async with proxied(coordinator) as client:
+        coordinator.fetched = asyncio.get_running_loop().create_future()
+        asking = asyncio.create_task(client.complete(stream=False))
+        await until(lambda: bool(old.seen))
+        coordinator.interrupt(Reason.MOVE)
+        await until(lambda: bool(coordinator.engines[1].seen))
+        assert not old.seen[0].cancelled.is_set()
+        coordinator.fetched.set_result(None)
+        await asyncio.wait_for(old.seen[0].cancelled.wait(), 5)
+        got = await asking
+    assert got.json["choices"][0]["text"] == ANSWER.text()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_old_request_is_given_up_with_the_session(stream: bool) -> None:
+    slow = Script(at=3, fate=Fate.STALLS) if stream else Script(gap_s=60)
+    coordinator = ScriptedCoordinator(ScriptedEngine(ANSWER, slow, name="a"), ScriptedEngine(ANSWER, name="b"))
+    old = coordinator.engines[0]
+    async with proxied(coordinator) as client:
+        coordinator.fetched = asyncio.get_running_loop().create_future()
+        asking = asyncio.create_task(client.complete(stream=stream))
+        await until(lambda: old.meets_fate.is_set() if stream else bool(old.seen))
+        coordinator.interrupt(Reason.MOVE)
+        await asking
+        await asyncio.wait_for(old.seen[0].cancelled.wait(), 5)
+        coordinator.fetched.cancel()
+
+
+async def test_without_need_of_the_old_worker_its_request_is_given_up_at_once() -> None:
+    coordinator = moving()
+    old = coordinator.engines[0]
+    async with proxied(coordinator) as client:
+        asking = asyncio.create_task(client.complete())
+        await old.meets_fate.wait()
+        coordinator.interrupt(Reason.MOVE)
+        await asyncio.wait_for(old.seen[0].cancelled.wait(), 5)
+        assert (await asking).text == ANSWER.text()
+
+
+async def test_each_attempt_has_an_inner_request_id_of_its_own() -> None:
+    coordinator = moving()
+    async with proxied(coordinator) as client:
+        asking = asyncio.create_task(client.complete())
+        await coordinator.engines[0].meets_fate.wait()
+        coordinator.interrupt(Reason.MOVE)
+        await asking
+    first, second = (engine.seen[0].headers["X-Request-Id"] for engine in coordinator.engines)
+    assert second == f"{first}-2"
