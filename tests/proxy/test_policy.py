@@ -114,12 +114,14 @@ async def test_a_takeover_that_came_to_less_than_exact_ends_in_a_refusal_and_not
     assert coordinator.of("ended") == [("ended", "failed")]
 
 
-async def test_tokens_of_the_journal_are_sent_before_the_new_owner_has_settled() -> None:
+async def test_each_takeover_is_asked_about_once_and_an_undisturbed_stream_never() -> None:
     coordinator = two(Script(at=3, ahead=2))
-    coordinator.settled_refusal = Refused("not_exact", "its policy forbids that")
     async with proxied(coordinator) as client:
-        got = await client.post("/v1/completions", {"prompt": "x", "stream": True}, X_Midstream_Policy="exact")
-    assert got.text == ANSWER.visible(5)
+        await client.complete()
+        assert coordinator.of("settled") == [("settled", Policy.BEST_EFFORT)]
+        coordinator.engines = coordinator.engines[1:]
+        await client.complete()
+    assert len(coordinator.of("settled")) == 1
 
 
 @pytest.mark.parametrize(("kv", "outcome"), [(KvSource.HELD, "exact"), (KvSource.NONE, "recomputed")])
