@@ -268,7 +268,8 @@ async def _verify(engines: _Engines, options: Options, *, isolate: bool) -> dict
     began_s = time.monotonic()
     with _Shown(options) as shown:
         async with _Bench(engines, isolate=isolate) as bench:
-            found = await Verification(bench.runner, bench.store, options, shown.tell).run()
+            work = Verification(bench.runner, bench.store, int(bench.key["block_tokens"]), options, shown.tell)
+            found = await work.run()
             identity = _identity(bench, engines)
     told = record.record(found, options, identity, time.monotonic() - began_s)
     told["settings"]["prefix_cache"] = "isolated" if isolate else "shared"

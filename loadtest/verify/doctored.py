@@ -80,14 +80,20 @@ class DoctoredStore:
             raise StoreError(f"{path}: {error.strerror or error}; check the store's folder and the disk") from error
 
 
-def with_shifted_cut(snapshot: Manifest, next_token: int) -> Manifest:
-    """The same KV, said to reach one position further than it does. Pure."""
-    kv_len = snapshot.kv_len + 1
-    chunks = snapshot.chunks
-    if -(-kv_len // snapshot.block_tokens) > len(chunks):
-        # The position lies in a block of its own, of which nothing was stored: any block is as wrong.
-        chunks = (*chunks, chunks[-1])
-    return replace(snapshot, kv_len=kv_len, outputs=(*snapshot.outputs, next_token), chunks=chunks)
+def with_shifted_cut(snapshot: Manifest, filler: int) -> Manifest:
+    """The full blocks of a snapshot, said to reach one position further than they do. Pure.
+
+    What is stored after the last token has no KV of its own there, but for the bytes of block `filler`. ValueError when
+    the full blocks do not reach past the prompt, or the snapshot ends with them.
+    """
+    full = snapshot.kv_len // snapshot.block_tokens
+    kv_len = full * snapshot.block_tokens + 1
+    outputs = snapshot.outputs[: kv_len - snapshot.prompt_len + 1]
+    if kv_len <= snapshot.prompt_len or kv_len > snapshot.kv_len:
+        raise ValueError(f"a snapshot of {snapshot.kv_len} positions has no cut to shift")
+    return replace(
+        snapshot, kv_len=kv_len, outputs=outputs, chunks=(*snapshot.chunks[:full], snapshot.chunks[filler % full])
+    )
 
 
 def _ordinary_value(raw: bytes | bytearray, chance: Random) -> int:

@@ -24,9 +24,11 @@ from .prompts import COMPLETIONS, Prompt
 from .runs import Run, Runner
 
 ATTEMPTS_MAX = 12
-TOKENS = 48
+TOKENS = 96
 # After this part of the answer: a fault needs room to show.
-CUT_SHARE = 3
+CUT_SHARE = 4
+# A prompt for a shifted cut ends so many positions before a block does, so that the next block begins early.
+BEFORE_EDGE = 6
 
 _TEXTS = (
     "The expedition left the harbour before dawn. On board were eleven sailors, a cook who had never seen the sea, two "
@@ -74,8 +76,9 @@ class Planted:
 class Planter:
     """Plants faults through one runner."""
 
-    def __init__(self, runner: Runner, store: Path, seed: int) -> None:
+    def __init__(self, runner: Runner, store: Path, block_tokens: int, seed: int) -> None:
         self._runner = runner
+        self._block_tokens = block_tokens
         self._store = DoctoredStore(store)
         self._chance = Random(f"{seed}/plants")
 
@@ -92,20 +95,22 @@ class Planter:
 
     async def _attempt(self, fault: Fault, number: int) -> Attempt:
         prompt = self._prompt(fault, number)
-        controls = [await self._runner.undisturbed(prompt) for _ in range(2)]
-        if any(control.faults for control in controls):
-            return Attempt(prompt.name, "", f"a control is not whole: {[c.faults for c in controls]}"[:300])
-        if not spread(controls).agree or len(controls[0].tokens) < TOKENS // 2:
-            return Attempt(prompt.name, "", "undisturbed runs differ, or are too short")
         try:
+            if fault is not Fault.FLIPPED_BIT:
+                prompt = await self._as_ids(prompt, fault)
+            controls = [await self._runner.undisturbed(prompt) for _ in range(2)]
+            if faults := [fault for control in controls for fault in control.faults]:
+                return Attempt(prompt.name, "", f"a control is not whole: {faults[0]}")
+            if not spread(controls).agree or len(controls[0].tokens) < TOKENS // 2:
+                return Attempt(prompt.name, "", "undisturbed runs differ, or are too short")
             match fault:
                 case Fault.FLIPPED_BIT:
                     where, run = await self._flipped(prompt, controls[0])
                 case Fault.SHIFTED_CUT:
-                    where, run = await self._shifted(prompt, controls[0])
+                    where, run = await self._shifted(prompt, controls[0], number)
                 case Fault.DROPPED_PENALTIES:
                     where, run = await self._without_penalties(prompt, controls[0])
-        except (Refused, StoreError) as error:
+        except (Refused, StoreError, ValueError) as error:
             return Attempt(prompt.name, "", f"not planted: {error}")
         return _judged(controls, where, run)
 
@@ -116,24 +121,38 @@ class Planter:
         body = {"prompt": text, "temperature": 0, "max_tokens": TOKENS, "min_tokens": TOKENS, **more}
         return Prompt(f"{fault.value} {number + 1} ({word})", COMPLETIONS, body)
 
+    async def _as_ids(self, prompt: Prompt, fault: Fault) -> Prompt:
+        """The same prompt as token ids; for a shifted cut of a length that a block ends soon after."""
+        body = {**prompt.body, "max_tokens": 1, "min_tokens": 1}
+        answer = await self._runner.answer(Prompt(prompt.name, prompt.path, body), policy="off")
+        ids = answer.prompt_token_ids
+        if not ids:
+            raise Refused("prompt_ids", "the engine does not tell the ids of a prompt (return_token_ids)")
+        if fault is Fault.SHIFTED_CUT:
+            block = self._block_tokens
+            wanted = max(len(ids) // block, 1) * block - BEFORE_EDGE
+            # The word that makes it one of a kind is at the front, and stays there.
+            ids = [*ids[: wanted // 2], *ids[len(ids) - (wanted - wanted // 2) :]]
+            ids += ids[: wanted - len(ids)]
+        return Prompt(prompt.name, prompt.path, {**prompt.body, "prompt": list(ids)})
+
     async def _flipped(self, prompt: Prompt, control: Reading) -> tuple[str, Run]:
-        good = await self._snapshot(prompt, control)
+        good = await self._snapshot(prompt, control, 1)
         wrong, spot = await asyncio.to_thread(self._store.with_flipped_bit, good, self._chance)
         # A little before the snapshot's end: then nothing has to be regenerated, and the sidecar cannot notice.
         run = await self._restored_from(prompt, wrong, max(len(wrong.outputs) - 3, 1))
         return f"{prompt.name}: byte {spot.byte} of block {spot.block}, cut at {run.journal}", run
 
-    async def _shifted(self, prompt: Prompt, control: Reading) -> tuple[str, Run]:
-        good = await self._snapshot(prompt, control)
-        wrong = with_shifted_cut(good, control.tokens[len(good.outputs)])
+    async def _shifted(self, prompt: Prompt, control: Reading, number: int) -> tuple[str, Run]:
+        good = await self._snapshot(prompt, control, BEFORE_EDGE + 4)
+        wrong = with_shifted_cut(good, number)
         run = await self._restored_from(prompt, wrong, len(wrong.outputs))
-        return f"{prompt.name}: KV of {good.kv_len} positions called {wrong.kv_len}, cut at {run.journal}", run
+        return f"{prompt.name}: KV of {wrong.kv_len - 1} positions called {wrong.kv_len}, cut at {run.journal}", run
 
     async def _without_penalties(self, prompt: Prompt, control: Reading) -> tuple[str, Run]:
         """As a sidecar would go on that re-enters old outputs as prompt: penalties count outputs alone."""
         cut = len(control.tokens) // CUT_SHARE
-        ids = await self._prompt_ids(prompt)
-        rest = {**prompt.body, "prompt": [*ids, *control.tokens[:cut]]}
+        rest = {**prompt.body, "prompt": [*prompt.body["prompt"], *control.tokens[:cut]]}
         rest |= {"max_tokens": TOKENS - cut, "min_tokens": TOKENS - cut}
         answer = await self._runner.answer(Prompt(prompt.name, prompt.path, rest), policy="off")
         after = Reading.of(answer)
@@ -143,15 +162,8 @@ class Planter:
         run = Run(joined, "", "exact", journal=cut, kept=cut, had=cut)
         return f"{prompt.name}: outputs re-entered as prompt, cut at {cut}", run
 
-    async def _prompt_ids(self, prompt: Prompt) -> Sequence[int]:
-        body = {**prompt.body, "max_tokens": 1, "min_tokens": 1}
-        answer = await self._runner.answer(Prompt(prompt.name, prompt.path, body), policy="off")
-        if not answer.prompt_token_ids:
-            raise Refused("prompt_ids", "the engine does not tell the ids of a prompt (return_token_ids)")
-        return answer.prompt_token_ids
-
-    async def _snapshot(self, prompt: Prompt, control: Reading) -> Manifest:
-        """A right snapshot of this very answer, taken from a session of its own, which is not disturbed."""
+    async def _snapshot(self, prompt: Prompt, control: Reading, when: int) -> Manifest:
+        """A right snapshot of this very answer, taken after `when` tokens of a session that is not disturbed."""
         taken: list[SessionId] = []
 
         async def take(session: SessionId) -> int:
@@ -159,13 +171,13 @@ class Planter:
             await self._runner.snapshot(session)
             return 0
 
-        run = await self._runner.with_order(prompt, len(control.tokens) // CUT_SHARE, take)
-        if not taken:
-            raise StoreError(f"{prompt.name}: the answer ended before a snapshot of it was asked for")
+        run = await self._runner.with_order(prompt, when, take)
+        if run.detail or not taken:
+            raise StoreError(f"the answer ended before it was stored: {run.detail}")
         found = await asyncio.to_thread(self._store.latest, taken[0])
         count = len(found.outputs)
-        if run.detail or found.outputs != control.tokens[:count] or count > len(control.tokens) - TOKENS // 4:
-            raise StoreError(f"{prompt.name}: a snapshot of {count} outputs is of no use here {run.detail}")
+        if found.outputs != control.tokens[:count] or count > len(control.tokens) - TOKENS // 4:
+            raise StoreError(f"a snapshot of {count} outputs leaves no room for a difference, or is of another answer")
         return found
 
     async def _restored_from(self, prompt: Prompt, wrong: Manifest, at: int) -> Run:

@@ -269,6 +269,7 @@ def _case(case: Case) -> dict[str, Any]:
         "why": judgement.why,
         "cut_wanted": case.at,
         "cut_made": run.journal,
+        "tries": case.tries,
         "outcome": run.outcome,
         "tier": run.tier,
         "lag": run.lag,
@@ -282,6 +283,8 @@ def _case(case: Case) -> dict[str, Any]:
         first = judgement.difference.first
         if first is not None:
             told["got_around"] = list(run.reading.tokens[max(first - WINDOW, 0) : first + WINDOW])
+    if case.log:
+        told["log"] = list(case.log)
     if case.top:
         told["top_logprobs"] = [list(pair) for pair in case.top]
     return told

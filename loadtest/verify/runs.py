@@ -8,7 +8,7 @@ socket; the daemon's own client fits.
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,10 +30,16 @@ LEAD_TOKENS = 6
 # How long a session's report may be behind the last byte of its answer.
 REPORT_S = 10.0
 SNAPSHOT_TRIES = 20
+LOG_LINES_MAX = 20
+LOG_LINE_MAX = 500
 SNAPSHOT_PAUSE_S = 0.01
 _REPORT = {"X-Midstream-Report": "1"}
 # What the operator's socket says of a session that is over, or cannot be interrupted any more.
 _LATE = ("ended", "no_session", "busy", "no_snapshot", "session", "finished", "gone", "table")
+
+
+_LEAST_EXACT_FIRST = ("refused", "restarted", "recomputed", "exact")
+_ENDED = ("finished", "failed", "refused", "cancelled")
 
 
 class Control(Protocol):
@@ -155,6 +161,13 @@ class Runner:
             return sorted(((str(t), float(p)) for t, p in found.items()), key=lambda pair: -pair[1])
         return []
 
+    def log_of(self, session: str) -> tuple[str, ...]:
+        """What the sidecar's log says of a session; the last lines of it."""
+        if not session:
+            return ()
+        lines = self.sidecar.log.read_text(errors="replace").splitlines()
+        return tuple(line[:LOG_LINE_MAX] for line in lines if session in line)[-LOG_LINES_MAX:]
+
     async def _move(self, session: SessionId, tier: str, at: int) -> int:
         return await self.control.move(session, tier=tier, at=at)
 
@@ -193,22 +206,26 @@ class Runner:
             killed=killed,
         )
 
-    async def _told(self, session: str) -> dict[str, Any]:
-        """What the sidecar says of a session's takeovers: the least exact one decides, for all of them are in it."""
+    async def _told(self, session: str) -> Mapping[str, Any]:
+        """What the sidecar says of a session's takeovers; {} where there were none."""
         deadline_s = time.monotonic() + REPORT_S
-        order = ("refused", "restarted", "recomputed", "exact")
         while session and time.monotonic() < deadline_s:
             found = [s for s in await self.sidecar.sessions(self.http) if s["session"] == session]
-            outcomes = [o for s in found for o in s["outcomes"]]
-            # An outcome that is still to be told is empty.
-            if found and all(o["outcome"] for o in outcomes):
-                return min(
-                    outcomes, key=lambda o: order.index(o["outcome"]) if o["outcome"] in order else 0, default={}
-                )
-            if found and found[-1]["state"] in ("finished", "failed", "refused", "cancelled"):
-                return outcomes[-1] if outcomes[-1]["outcome"] else {**outcomes[-1], "outcome": "refused"}
-            await asyncio.sleep(0.05)
+            if found and found[-1]["state"] in _ENDED:
+                return least_exact(found[-1]["outcomes"], ended_well=found[-1]["state"] == "finished")
+            await asyncio.sleep(0.02)
         return {}
+
+
+def least_exact(outcomes: Sequence[Mapping[str, Any]], *, ended_well: bool) -> Mapping[str, Any]:
+    """Of a session's takeovers, the one that decides what its answer is worth.
+
+    Those that came to nothing were followed by another, or by the end: then they decide only where it was a bad one.
+    """
+    ranked = [o for o in outcomes if o["outcome"] in _LEAST_EXACT_FIRST]
+    if outcomes and not ended_well:
+        return {**outcomes[-1], "outcome": "refused"}
+    return min(ranked, key=lambda o: _LEAST_EXACT_FIRST.index(o["outcome"]), default={})
 
 
 class _Trigger:

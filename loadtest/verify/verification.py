@@ -19,6 +19,9 @@ from .runs import Run, Runner
 # What was over before it could be cut is cut earlier, so often; a kill costs an engine's restart.
 TRIES = 4
 KILL_TRIES = 2
+EARLIER_TOKENS = 4
+# The mover's word: a worker that lives on after a planned move may come to the end of the answer by itself.
+SOURCE_FINISHED = "finished"
 # Before a difference is called the restore's, so many more undisturbed runs have to agree.
 MORE_CONTROLS = 2
 
@@ -65,14 +68,21 @@ class Controlled:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One interruption and its verdict. `top`: what an undisturbed run chose from, where this one went another way."""
+    """One interruption and its verdict.
+
+    `tries`: how often it was cut, earlier each time, until a cut came before the end of the answer. `top`: what an
+    undisturbed run chose from, where this one went another way. `log`: what the sidecar's log says of the session,
+    where it was not proven to be exact.
+    """
 
     task: Task
     prompt: str
     at: int
     run: Run
     judgement: Judgement
+    tries: int = 1
     top: tuple[tuple[str, float], ...] = ()
+    log: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -98,9 +108,11 @@ Event = Begun | Controlled | Case | Attempt | Planted
 class Verification:
     """Carries out one verification."""
 
-    def __init__(self, runner: Runner, store: Path, options: Options, tell: Callable[[Event], None]) -> None:
+    def __init__(
+        self, runner: Runner, store: Path, block_tokens: int, options: Options, tell: Callable[[Event], None]
+    ) -> None:
         self._runner = runner
-        self._store = store
+        self._planter = Planter(runner, store, block_tokens, options.seed)
         self._options = options
         self._tell = tell
         self._controlled: dict[int, Controlled] = {}
@@ -121,9 +133,8 @@ class Verification:
         found = Findings([self._controlled[i] for i in sorted(self._controlled)], self._in_order(tasks))
         if options.faults:
             self._tell(Begun("planted faults", len(options.faults)))
-        planter = Planter(self._runner, self._store, options.seed)
         for fault in options.faults:
-            planted = await planter.plant(fault, self._tell)
+            planted = await self._planter.plant(fault, self._tell)
             found.planted.append(planted)
             self._tell(planted)
         return found
@@ -164,20 +175,23 @@ class Verification:
         if controlled.error:
             return
         at = place(task, controlled.length, self._options.seed)
-        for remaining in reversed(range(KILL_TRIES if task.way is Way.KILL else TRIES)):
+        tries = 0
+        while True:
+            tries += 1
             run = await self._runner.interrupted(
                 controlled.prompt, task.way, at, lag=task.lag, prompt_len=controlled.prompt_len
             )
             judgement = judge(controlled.readings, run.reading, controlled.how, run.interruption)
-            if judgement.verdict is not Verdict.MISSED or at == 1 or not remaining:
+            if not _too_late(run, judgement) or at == 1 or tries == (KILL_TRIES if task.way is Way.KILL else TRIES):
                 break
-            at = max(at // 2, 1)
+            at = max(at - EARLIER_TOKENS * 2 ** (tries - 1), 1)
         top: tuple[tuple[str, float], ...] = ()
         if judgement.verdict is Verdict.RESTORE:
             controlled, judgement = await self._confirmed(task.prompt, run)
             if judgement.difference is not None and judgement.difference.first is not None:
                 top = tuple(await self._runner.top_logprobs(controlled.prompt, judgement.difference.first))
-        case = Case(task, controlled.prompt.name, at, run, judgement, top)
+        log = () if judgement.verdict is Verdict.IDENTICAL else self._runner.log_of(run.session)
+        case = Case(task, controlled.prompt.name, at, run, judgement, tries, top, log)
         self._cases.append(case)
         self._tell(case)
 
@@ -197,6 +211,12 @@ class Verification:
             by = self._controlled[case.task.prompt]
             found.append(replace(case, judgement=judge(by.readings, case.run.reading, by.how, case.run.interruption)))
         return found
+
+
+def _too_late(run: Run, judgement: Judgement) -> bool:
+    """Whether the answer was through before it was cut, or before its KV could be fetched from the worker it left."""
+    ended_meanwhile = judgement.verdict is Verdict.RECOMPUTED and run.detail == SOURCE_FINISHED
+    return judgement.verdict is Verdict.MISSED or ended_meanwhile
 
 
 def advice(found: Findings) -> tuple[str, ...]:
