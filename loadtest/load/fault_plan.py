@@ -95,7 +95,8 @@ def read_plan(path: Path) -> Plan:
         raise ConfigError(f"{path}: cannot be read ({error}); name a fault plan in YAML") from error
     if not isinstance(told, dict) or not set(told) <= {"faults", "arena"}:
         raise ConfigError(f'{path}: expected "faults" (a list) and, if wanted, "arena" (slot_count, page_count)')
-    listed = told.get("faults") or []
+    listed = told.get("faults")
+    listed = [] if listed is None else listed
     if not isinstance(listed, list) or len(listed) > FAULTS_MAX:
         raise ConfigError(f'{path}: "faults" must be a list of at most {FAULTS_MAX}')
     found = [_fault(entry, f"{path}: fault {number}") for number, entry in enumerate(listed, 1)]

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from .live import Mark
 
-BEHIND_S = 2.0
+BEHIND_S = 0.5
 
 
 def silences(sent_s: float, marks: Sequence[Mark]) -> list[tuple[float, float]]:

@@ -25,8 +25,9 @@ from .passes import Load, Pass, Passed
 from .relay import wrapped
 from .strategies import FAULTY, Engines, Strategy, route_of, settings_of
 from .strike import Logged, Striker
+from .synthetic import Tokens
 from .tokens import learn_tokens, model_name
-from .workload import Ask, Shape, Tokens, draw_asks
+from .workload import Ask, Shape, draw_asks
 
 Tell = Callable[[str], None]
 # With no bound of its own a pass by time has this many requests to go round in.
@@ -114,7 +115,7 @@ class LoadTest:
     async def _engines_alone(self) -> None:
         options = self._options
         self._tell(f"engine: starting {options.workers} without a sidecar")
-        engines = Engines(options.command, options.workers, {})
+        engines = Engines(options.command, options.workers)
         try:
             await engines.start(self._http, timeout_s=options.start_s)
             await self._prepare(engines.urls[0])
@@ -195,7 +196,7 @@ class LoadTest:
         options = self._options
         self.model = await model_name(self._http, url)
         synthetic = not options.entries
-        tokens = await learn_tokens(self._http, url, self.model, options.seed) if synthetic else Tokens(1.0, None)
+        tokens = await learn_tokens(self._http, url, self.model, options.seed) if synthetic else Tokens(0.0, 1.0, None)
         self._asks = await draw_asks(
             options.ask_count,
             options.shape,

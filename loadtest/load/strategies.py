@@ -10,7 +10,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
@@ -63,11 +63,11 @@ def route_of(strategy: Strategy, urls: Sequence[str]) -> Route:
 class Engines:
     """Engines alone, without a sidecar, each on a port of its own."""
 
-    def __init__(self, command: Sequence[str], count: int, environ: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], count: int) -> None:
         self._command = list(command)
-        self._environ = {**os.environ, **environ}
         self._ports = _free_ports(count)
         self._folder = tempfile.TemporaryDirectory(prefix="midstream-engines-")
+        self._environ = _environ(self._command, Path(self._folder.name))
         self._processes: list[subprocess.Popen[bytes]] = []
 
     @property
@@ -108,6 +108,15 @@ class Engines:
         for started in self._processes:
             started.wait()
         self._folder.cleanup()
+
+
+def _environ(command: Sequence[str], folder: Path) -> dict[str, str]:
+    """Ours; midstream's own engine finds its package by a link, without the plugin's entry point beside it."""
+    if not any(word.startswith("midstream.") for word in command):
+        return dict(os.environ)
+    (folder / "midstream").symlink_to(Path(__file__).resolve().parents[2])
+    path = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{path}" if path else str(folder)}
 
 
 async def _is_healthy(http: aiohttp.ClientSession, port: int) -> bool:

@@ -4,6 +4,7 @@ Invariant: the same seed makes the same prompts, and no two of them begin alike,
 """
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from random import Random
 
 Count = Callable[[str], Awaitable[int]]
@@ -30,20 +31,32 @@ def text_of(words: int, index: int, seed: int) -> str:
     return " ".join(said)
 
 
-async def prompt_of(tokens: int, index: int, seed: int, *, tokens_per_word: float, count: Count | None) -> str:
-    """A prompt of `tokens` tokens: exactly, or as near as whole words come, where `count` can tell."""
-    words = max(round((tokens - 8) / tokens_per_word), 0)
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What is known of the engine's tokenizer: tokens of our first words, and of each further one.
+
+    `count` counts exactly; it is None where the engine cannot be asked.
+    """
+
+    first: float
+    per_word: float
+    count: Count | None
+
+
+async def prompt_of(wanted: int, index: int, seed: int, tokens: Tokens) -> str:
+    """A prompt of `wanted` tokens: exactly, or as near as whole words come, where they can be counted."""
+    words = max(round((wanted - tokens.first) / tokens.per_word), 0)
     best: tuple[int, str] | None = None
     for _ in range(TRIES):
         text = text_of(words, index, seed)
-        if count is None:
+        if tokens.count is None:
             return text
-        off = tokens - await count(text)
+        off = wanted - await tokens.count(text)
         if best is None or abs(off) < best[0]:
             best = (abs(off), text)
         if off == 0:
             break
-        step = round(off / tokens_per_word)
+        step = round(off / tokens.per_word)
         words = max(words + (step or (1 if off > 0 else -1)), 0)
     assert best is not None
     return best[1]

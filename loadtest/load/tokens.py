@@ -6,8 +6,8 @@ Owns the asking. What it learns is used to make prompts of a wanted length (`syn
 import aiohttp
 
 from ...session.errors import EngineError
-from .synthetic import text_of
-from .workload import COMPLETIONS, Tokens
+from .synthetic import Tokens, text_of
+from .workload import COMPLETIONS
 
 SAMPLE_WORDS = 200
 
@@ -23,8 +23,8 @@ async def model_name(http: aiohttp.ClientSession, url: str) -> str:
 
 
 async def learn_tokens(http: aiohttp.ClientSession, url: str, model: str, seed: int) -> Tokens:
-    """How many tokens a word of our prompts has there, and a way to count exactly where there is one."""
-    text = text_of(SAMPLE_WORDS, -1, seed)
+    """How many tokens our words have there, and a way to count exactly where there is one."""
+    short, long = text_of(0, -1, seed), text_of(SAMPLE_WORDS, -1, seed)
 
     async def count(text: str) -> int:
         told = await _tokenize(http, url, model, text)
@@ -32,13 +32,19 @@ async def learn_tokens(http: aiohttp.ClientSession, url: str, model: str, seed: 
             raise EngineError(f"{url}/tokenize: answered at first, and no more; look at the engine's log")
         return told
 
-    if (told := await _tokenize(http, url, model, text)) is not None:
-        return Tokens(told / SAMPLE_WORDS, count)
+    can_count = await _tokenize(http, url, model, short) is not None
+    if can_count:
+        first, most = await count(short), await count(long)
+    else:
+        first, most = await _usage(http, url, model, short), await _usage(http, url, model, long)
+    return Tokens(first, max((most - first) / SAMPLE_WORDS, 0.1), count if can_count else None)
+
+
+async def _usage(http: aiohttp.ClientSession, url: str, model: str, text: str) -> int:
     body = {"model": model, "prompt": text, "max_tokens": 1}
     try:
         async with http.post(url + COMPLETIONS, json=body) as answer:
-            usage = (await answer.json())["usage"]
-        return Tokens(int(usage["prompt_tokens"]) / SAMPLE_WORDS, None)
+            return int((await answer.json())["usage"]["prompt_tokens"])
     except (aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
         raise EngineError(f"{url}{COMPLETIONS}: no usage is told ({error!r}); give --dataset with prompts") from error
 

@@ -13,7 +13,7 @@ from ...session.errors import ConfigError
 from .arrivals import Arrival
 from .dataset import Entry
 from .lengths import Lengths
-from .synthetic import Count, prompt_of
+from .synthetic import Tokens, prompt_of
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -41,14 +41,6 @@ class Shape:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """What is known of the engine's tokenizer; `count` is None where it cannot be asked."""
-
-    per_word: float
-    count: Count | None
-
-
 async def draw_asks(
     count: int,
     shape: Shape,
@@ -73,9 +65,7 @@ async def draw_asks(
             entry = entries[picks[index % len(picks)]]
             outputs = entry.output_tokens or outputs
         else:
-            entry = Entry(
-                prompt=await prompt_of(wanted, index, seed, tokens_per_word=tokens.per_word, count=tokens.count)
-            )
+            entry = Entry(prompt=await prompt_of(wanted, index, seed, tokens))
         asks.append(_ask(index, entry, outputs, shape, model, seed))
     return asks
 
