@@ -55,6 +55,8 @@ class Logged:
     sessions: list[str] = field(default_factory=list)
     processes: list[str] = field(default_factory=list)
     detail: str = ""
+    # Sessions that this worker's arena had no room for, until then.
+    arena_full: int = 0
     clock_s: float = 0.0
 
     def told(self) -> dict[str, Any]:
@@ -243,6 +245,7 @@ class Striker:
             prefilling=prefilling,
             sessions=[w.session for w in aim.writing] if aim is not None else [],
             detail=detail,
+            arena_full=self._arenas.counters(aim.worker).get("arena_full", 0) if aim is not None else 0,
             clock_s=now_s,
         )
         self.log.append(entry)

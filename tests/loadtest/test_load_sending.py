@@ -1,4 +1,4 @@
-"""The load test's client: it sees through hostile servers, waits for nobody, and drops what it has when it begins again."""
+"""The load test's client: it sees through hostile servers, waits for nobody, and can begin an answer again."""
 
 import asyncio
 import json
