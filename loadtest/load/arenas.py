@@ -18,10 +18,16 @@ from ...session.ticket import worker_dir
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """A live session on a worker, and how many tokens it has journaled."""
+    """A live session on a worker, how many tokens its journal has, and how many of these it was taken up with."""
 
     session: SessionId
     outputs: int
+    resumed: int
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether this worker has written a token of its own: before that it prefills, or waits for KV."""
+        return self.outputs > self.resumed
 
 
 class Arenas:
@@ -37,7 +43,7 @@ class Arenas:
         if reader is None:
             return []
         live = [slot for slot in reader.slots() if slot.state is SlotState.LIVE]
-        return [Writing(slot.session, len(reader.journal(slot))) for slot in live]
+        return [Writing(slot.session, len(reader.journal(slot)), slot.resumed) for slot in live]
 
     def counters(self, worker: Mapping[str, Any]) -> dict[str, int]:
         """What its plugin counted; `arena_full` among it."""

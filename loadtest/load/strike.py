@@ -178,8 +178,8 @@ class Striker:
                 not live.tokens for live in running
             )
         asked = {live.session: live.ask.output_tokens for live in running if live.session}
-        decoding = [w for w in aim.writing if w.outputs and asked.get(w.session, 1 << 30) - w.outputs >= LEFT_MIN]
-        return len(decoding), sum(not w.outputs for w in aim.writing)
+        decoding = [w for w in aim.writing if w.is_decoding and asked.get(w.session, 1 << 30) - w.outputs >= LEFT_MIN]
+        return len(decoding), sum(not w.is_decoding for w in aim.writing)
 
     def _broken(self) -> int:
         return sum(len(live.broken_s) for live in self._running())
