@@ -58,6 +58,12 @@ class VllmAdapter(EngineAdapter):
                 "vllm: the command already has --kv-transfer-config; leave it out, midstream sets its own "
                 "(two connectors in one engine are not supported)"
             )
+        for flag in ("--data-parallel-size", "-dp"):
+            if (flag_value(argv, flag) or "1") != "1":
+                raise EngineError(
+                    f"vllm: the command has {flag}, and sessions of several engines behind one port cannot be told "
+                    "apart; leave it out and have midstream start so many workers (--workers)"
+                )
         command = set_flag(set_flag(argv, "--port", str(port)), "--host", "127.0.0.1")
         return Launch(
             (*command, *_connector_flags()),

@@ -1,7 +1,7 @@
 """Engine core and workers: what must happen to a resumed request where no connector hook reaches.
 
 * the journal is written between the scheduler's update and the moment its outputs leave the core;
-* a grammar is advanced over the old outputs when it is made;
+* a grammar is advanced when it is made over those old outputs that it governs: not over thoughts;
 * the V1 model runner's request state gets the old outputs, and its random generator the draws they cost.
 """
 
@@ -56,8 +56,8 @@ def _advanced_grammar(original: Any) -> Any:
     def _create_grammar(self: Any, request: Any) -> Any:
         grammar = original(self, request)
         try:
-            outputs = resumed_outputs(request.sampling_params)
-            accepted = not outputs or grammar.accept_tokens(request.request_id, outputs)
+            governed = _governed(self, request, resumed_outputs(request.sampling_params))
+            accepted = not governed or grammar.accept_tokens(request.request_id, governed)
         except Exception:
             report("grammar of a resumed request")
             accepted = False
@@ -67,6 +67,18 @@ def _advanced_grammar(original: Any) -> Any:
         return grammar
 
     return _create_grammar
+
+
+def _governed(manager: Any, request: Any, outputs: list[int]) -> list[int]:
+    """Those of the old outputs that the grammar has seen. Where a parser tells thoughts apart it begins after them."""
+    if not outputs or manager.reasoner_cls is None:
+        return outputs
+    begin, _ = manager._get_constraint_bounds(request, outputs, spec_tokens_committed=True)
+    if begin > len(outputs):
+        return []
+    # From here on the manager feeds the grammar every token, as it did in the interrupted run.
+    request.structured_output_request.reasoning_ended = True
+    return outputs[begin:]
 
 
 def _with_outputs(original: Any) -> Any:

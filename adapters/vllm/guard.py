@@ -19,6 +19,8 @@ T = TypeVar("T")
 D = TypeVar("D")
 
 LOGGED_MAX = 20
+# Functions of the engine that could not be hooked in this process.
+missing: list[str] = []
 _on_error: list[Callable[[], None]] = []
 _logged = 0
 
@@ -56,14 +58,18 @@ def guarded(default: D) -> Callable[[Callable[P, T]], Callable[P, T | D]]:
     return decorate
 
 
-def patch(owner: Any, name: str, parameters: tuple[str, ...], make: Callable[[Any], Any]) -> bool:
+def patch(
+    owner: Any, name: str, parameters: tuple[str, ...], make: Callable[[Any], Any], *, needed: bool = True
+) -> bool:
     """Replace `owner.name` by `make(original)` if it takes at least `parameters` in this order; False if it does not.
 
-    `owner` is a class or a module of the engine.
+    `owner` is a class or a module of the engine. Where a hook is not needed, sessions are exact without it.
     """
     original = getattr(owner, name, None)
     label = f"{getattr(owner, '__name__', owner)}.{name}"
     if original is None:
+        if needed:
+            missing.append(label)
         log.warning("midstream: this vLLM has no %s; what depends on it is off", label)
         return False
     try:
@@ -71,6 +77,8 @@ def patch(owner: Any, name: str, parameters: tuple[str, ...], make: Callable[[An
     except (TypeError, ValueError):
         found = ()
     if found[: len(parameters)] != parameters:
+        if needed:
+            missing.append(label)
         log.warning("midstream: %s takes %s, expected %s; what depends on it is off", label, found, parameters)
         return False
     replacement = make(original)

@@ -8,16 +8,18 @@ from typing import Any
 from ...session.errors import PoolError
 from ...session.held import HolderClient
 from ..weights import model_fingerprint, tokenizer_fingerprint
-from .guard import log
+from .generators import draws_are_known
+from .guard import guarded, log, missing
+from .obstacles import obstacles, plain_version
 from .settings import PluginSettings
 
 
 def facts_of(settings: PluginSettings, vllm_config: Any, kv_cache_config: Any) -> tuple[dict[str, Any], bool]:
     """The facts for the arena, and whether every rank runs in the pool of the epoch before."""
     pools, adopted, fingerprint = _pools(settings, vllm_config.parallel_config.tensor_parallel_size)
-    groups = getattr(kv_cache_config, "kv_cache_groups", ())
-    if len(groups) != 1:
-        log.warning("midstream: %d KV cache groups; only one is supported, so there are no snapshots", len(groups))
+    inexact = _inexact(vllm_config, kv_cache_config)
+    if inexact:
+        log.warning("midstream: no KV of this engine is kept for its sessions, because of %s", ", ".join(inexact))
         pools, adopted = [], False
     facts = {
         "v": 1,
@@ -26,10 +28,23 @@ def facts_of(settings: PluginSettings, vllm_config: Any, kv_cache_config: Any) -
         "key": {**_key(vllm_config), "kv_layout": fingerprint or "unplaced"},
         "pools": pools,
         "adopted": adopted,
+        "inexact": inexact,
         "block_tokens": vllm_config.cache_config.block_size,
         "max_sessions": vllm_config.scheduler_config.max_num_seqs,
     }
     return facts, adopted
+
+
+def _inexact(vllm_config: Any, kv_cache_config: Any) -> list[str]:
+    """Why sessions of this engine cannot go on exactly; [] when they can."""
+    import vllm
+
+    found = obstacles(vllm_config, kv_cache_config, plain_version(vllm))
+    if missing:
+        found.append("hooks")
+    if not guarded(default=False)(draws_are_known)(vllm_config):
+        found.append("random_state")
+    return found
 
 
 def _pools(settings: PluginSettings, ranks: int) -> tuple[list[str], bool, str]:

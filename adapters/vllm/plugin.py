@@ -8,9 +8,9 @@ import os
 
 from ...session.ticket import claim_place
 from .guard import guarded, log
+from .obstacles import TESTED_VERSIONS, plain_version
 from .settings import WORKER, plugin_settings
 
-TESTED_VERSIONS = ("0.25.1", "0.32.0")
 _registered = False
 
 
@@ -26,12 +26,12 @@ def register() -> None:
     _registered = True
     import vllm
 
-    from . import core_hooks, replay
+    from . import core_hooks, lora, replay
 
-    version = getattr(vllm, "__version__", "unknown").split("+")[0]
+    version = plain_version(vllm)
     if version not in TESTED_VERSIONS:
         log.warning("midstream: vLLM %s was not tested (%s were)", version, ", ".join(TESTED_VERSIONS))
-    for install in (replay.install, core_hooks.install):
+    for install in (replay.install, core_hooks.install, lora.install):
         guarded(default=None)(install)()
 
 

@@ -76,7 +76,7 @@ def _replay(processor: Any, request: Any, resume: Resume) -> None:
     output = EngineCoreOutput(
         request_id=request.request_id,
         new_token_ids=list(resume.outputs),
-        new_logprobs=_logprobs(params.logprobs, resume.outputs),
+        new_logprobs=_logprobs(getattr(params, "num_logprobs", params.logprobs), resume.outputs),
         finish_reason=finish,
         stop_reason=last if stopped_by_id else None,
     )

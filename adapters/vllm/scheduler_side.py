@@ -21,6 +21,7 @@ from .generators import draws_are_known
 from .guard import count_errors_with, guarded, log, report
 from .identity import facts_of
 from .loads import Load, StepMeta
+from .lora import session_hash
 from .quarantine import Quarantine
 from .reservations import Reservations
 from .settings import PluginSettings
@@ -62,6 +63,8 @@ class SchedulerSide:
     def __init__(self, settings: PluginSettings, vllm_config: Any, kv_cache_config: Any) -> None:
         if settings.arena is None:
             raise ValueError("no arena is named in the environment")
+        if getattr(vllm_config.parallel_config, "data_parallel_index", 0):
+            raise ValueError("an arena has one writer, the first of the data-parallel engines")
         self._settings = settings
         self._block_tokens = vllm_config.cache_config.block_size
         self._arena = ArenaWriter.open(settings.arena)
@@ -108,9 +111,9 @@ class SchedulerSide:
         resume = marker.resume
         outputs = resume.outputs if resume is not None else ()
         prompt = request.prompt_token_ids
-        if prompt is None or request.pooling_params is not None:
+        if prompt is None or request.pooling_params is not None or _has_more_than_tokens(request):
             return
-        fingerprint = prompt_hash(prompt)
+        fingerprint = session_hash(prompt_hash(prompt), request.lora_request)
         slot = self._arena.admit(marker.session, marker.generation, len(prompt), fingerprint, outputs)
         if slot is None:
             return
@@ -317,6 +320,12 @@ class SchedulerSide:
         tracked.slot.finish(reason if reason in FINISHES else "error")
         if self._reservations is not None:
             self._reservations.release(tracked.session)
+
+
+def _has_more_than_tokens(request: Any) -> bool:
+    """Whether its KV depends on what no prompt hash tells: images, embeddings, input that is still coming."""
+    parts = ("mm_features", "prompt_embeds", "resumable")
+    return any(getattr(request, name, None) not in (None, [], False) for name in parts)
 
 
 def _is_seeded(request: Any) -> bool:

@@ -30,6 +30,13 @@ def test_another_connector_is_refused_with_its_flag_named(given: list[str]) -> N
         VllmAdapter().start(["vllm", "serve", "m", *given], 4321, BESIDE, {})
 
 
+@pytest.mark.parametrize("given", [["--data-parallel-size", "2"], ["--data-parallel-size=2"], ["-dp", "4"]])
+def test_several_engines_behind_one_port_are_refused_with_the_remedy(given: list[str]) -> None:
+    with pytest.raises(EngineError, match="start so many workers"):
+        VllmAdapter().start(["vllm", "serve", "m", *given], 4321, BESIDE, {})
+    assert VllmAdapter().start(["vllm", "serve", "m", "--data-parallel-size", "1"], 4321, BESIDE, {}).argv
+
+
 def test_what_development_mode_opens_is_closed_to_clients() -> None:
     launch = VllmAdapter().start(["vllm", "serve", "m"], 4321, BESIDE, {})
     assert launch.env["VLLM_SERVER_DEV_MODE"] == "1"
