@@ -62,8 +62,8 @@ class Passed:
             **figures.gaps(self.records),
             **figures.lateness(self.records),
             **figures.outcomes(self.sessions.values()),
-            "faults": sum(entry.hit for entry in self.faults),
-            "faults_missed": sum(not entry.hit for entry in self.faults),
+            "faults": len(hit := {entry.number for entry in self.faults if entry.hit}),
+            "faults_missed": len({entry.number for entry in self.faults} - hit),
             "processes": self.resources,
         }
 

@@ -9,7 +9,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -125,9 +125,10 @@ class Striker:
             self._arenas.close()
 
     async def _until_hit(self, fault: Fault) -> None:
+        missed: set[str] = set()
         for _ in range(SHOTS_MAX):
             await self._all_ready()
-            aim = await self._aim(fault)
+            aim = await self._aim(fault, missed)
             if aim is None:
                 self._note(fault.number, fault.kind, fault.at_s, None, hit=False, detail="nothing was being decoded")
                 return
@@ -135,7 +136,8 @@ class Striker:
             entry = await self._strike(fault, aim)
             if aim.known or fault.kind not in ENDS_EPOCH or await self._was_hit(before):
                 return
-            entry.hit, entry.detail = False, "its streams were on another worker; once more"
+            entry.hit, entry.detail = False, "the streams were on another worker; once more"
+            missed = {entry.worker}
 
     async def _all_ready(self) -> None:
         """Wait until what was ended is there again, and everybody is ready."""
@@ -150,8 +152,8 @@ class Striker:
         self._ended.clear()
         await self._sidecar.wait_ready(self._http, timeout_s=BACK_S)
 
-    async def _aim(self, fault: Fault) -> Aim | None:
-        """A worker that decodes; None when nobody did for long."""
+    async def _aim(self, fault: Fault, missed: Collection[str]) -> Aim | None:
+        """A worker that decodes, rather none where nothing was hit; None when nobody decoded for long."""
         began_s = time.monotonic()
         workers = [
             w
@@ -159,6 +161,7 @@ class Striker:
             if w["state"] == "ready" and fault.worker in (None, w["name"])
         ]
         self._chance.shuffle(workers)
+        workers.sort(key=lambda worker: worker["name"] in missed)
         # The load may be asleep between two arrivals.
         while workers and time.monotonic() < began_s + AIM_S:
             patient = time.monotonic() < began_s + PATIENCE_S
