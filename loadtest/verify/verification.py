@@ -17,8 +17,8 @@ from .prompts import Prompt
 from .runs import Run, Runner
 
 # What was over before it could be cut is cut earlier, so often; a kill costs an engine's restart.
-TRIES = 4
-KILL_TRIES = 2
+TRIES = 8
+KILL_TRIES = 3
 EARLIER_TOKENS = 4
 # The mover's word: a worker that lives on after a planned move may come to the end of the answer by itself.
 SOURCE_FINISHED = "finished"
@@ -182,7 +182,7 @@ class Verification:
                 controlled.prompt, task.way, at, lag=task.lag, prompt_len=controlled.prompt_len
             )
             judgement = judge(controlled.readings, run.reading, controlled.how, run.interruption)
-            if not _too_late(run, judgement) or at == 1 or tries == (KILL_TRIES if task.way is Way.KILL else TRIES):
+            if not _too_late(run, judgement) or tries == (KILL_TRIES if task.way is Way.KILL else TRIES):
                 break
             at = max(at - EARLIER_TOKENS * 2 ** (tries - 1), 1)
         top: tuple[tuple[str, float], ...] = ()
