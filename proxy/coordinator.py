@@ -54,7 +54,6 @@ class Placement:
     marker: Marker
     interrupted: "asyncio.Future[Reason]"
     expected: tuple[int, ...] = ()
-    seed: int | None = None
     finish: str | None = None
     fetched: "asyncio.Future[None] | None" = None
 
@@ -64,7 +63,8 @@ class SessionFacts:
     """What the proxy knows of a request when it asks for a place.
 
     `exact_obstacle` says why the request cannot go on exactly ("" if it can): then it carries no marker.
-    `parent` is what the sessions of one request's choices have in common; "" where there is one choice.
+    `parent` is what the sessions of one request's choices have in common, or the session that a branch goes back to.
+    `seed` was drawn for a request that has none.
     """
 
     session: SessionId
@@ -74,6 +74,7 @@ class SessionFacts:
     policy: Policy = Policy.BEST_EFFORT
     exact_obstacle: str = ""
     parent: str = ""
+    seed: int | None = None
 
 
 class Coordinator(Protocol):

@@ -30,6 +30,10 @@ class Failover:
         """Whether a takeover is under way whose first new token has not been sent."""
         return self._since_s is not None
 
+    def begins_with_takeover(self) -> None:
+        """The session's first placement is one that goes on from what another session had."""
+        self._since_s = time.monotonic()
+
     async def take_over(self, last: Placement, reason: Reason, text: str, delivered: Sequence[int]) -> Placement:
         """Where the session goes on. Raises Refused."""
         if self._since_s is None:

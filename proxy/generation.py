@@ -25,6 +25,7 @@ class Generation:
     """One session as the handlers see it."""
 
     request: web.Request
+    raw_path: str
     facts: SessionFacts
     wishes: Wishes
     outgoing: Outgoing
@@ -38,9 +39,9 @@ class Generation:
         return await unless_interrupted(
             self.upstream.request(
                 "POST",
-                target(placement.base_url, self.request.raw_path),
+                target(placement.base_url, self.raw_path),
                 headers.of_session(self.request.headers, _request_id(placement)),
-                self.outgoing.encode(None if self.facts.exact_obstacle else placement.marker, placement.seed),
+                self.outgoing.encode(None if self.facts.exact_obstacle else placement.marker),
             ),
             placement.interrupted,
             self.kept,

@@ -93,21 +93,20 @@ class Outgoing:
     asks_ids: bool = True
     takes_seed: bool = True
 
-    def encode(self, marker: Marker | None, seed: int | None) -> bytes:
-        """The body for one attempt; `seed` is the coordinator's and comes second to the one drawn already.
+    def encode(self, marker: Marker | None) -> bytes:
+        """The body for one attempt.
 
         Without a marker it goes out as the client wrote it: nothing can be done with its ids.
         """
         body = self.body
-        chosen = self.seed if self.seed is not None else seed
         if marker is not None:
             if not self.takes_seed:
-                marker = replace(marker, seed=chosen)
+                marker = replace(marker, seed=self.seed)
             body = with_marker(body, marker)
             if self.asks_ids:
                 body["return_token_ids"] = True
-        if chosen is not None and self.takes_seed and body.get("seed") is None:
-            body = {**body, "seed": chosen}
+        if self.seed is not None and self.takes_seed and body.get("seed") is None:
+            body = {**body, "seed": self.seed}
         return msgspec.json.encode(body)
 
 

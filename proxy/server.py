@@ -1,35 +1,25 @@
 """The proxy as an aiohttp application: which handler takes a request.
 
-Owns the wiring and the bound on open requests. Invariant: a session id is drawn here and never comes from a client;
-each admitted session is reported ended exactly once. The daemon runs the application (with `make_runner`) and brings
-the coordinator.
+Owns the wiring and the bound on open requests. The daemon runs the application (with `make_runner`) and brings the
+coordinator.
 """
 
-import random
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from aiohttp import web
 
-from ..session.errors import Refused
-from ..session.ids import SessionId
 from . import problems
 from .bodies import BadBody, Bodies
 from .choices import Part, count_of, single, split
-from .choices_run import ChoicesHandler
-from .coordinator import Coordinator, Placement, SessionFacts
+from .coordinator import Coordinator
 from .dialects.by_path import CHAT_PATH, SESSION_PATHS, events_of
 from .eligible import NO_SESSION, why_not_resumable
-from .failover import Failover
-from .generation import Generation
-from .kept import Kept
 from .passthrough import Passthrough
 from .policy import Policy, policy_of
-from .request import Outgoing, encode_body, parse_body, wants_seed, wishes_of, without_transfer_fields
+from .request import encode_body, parse_body, without_transfer_fields
+from .sessions import Sessions
 from .settings import ProxySettings
-from .stream import StreamHandler
-from .unary import UnaryHandler
 from .upstream import Upstream
 
 # How long a client that was refused may go on sending its body before the connection is closed.
@@ -54,7 +44,7 @@ def build_app(
     # Bodies are bounded where they are read; the library's own bound would answer in its own words.
     app = web.Application(client_max_size=0)
     app.cleanup_ctx.append(opened)
-    sessions = _Sessions(coordinator, upstream, settings)
+    sessions = Sessions(coordinator, upstream, settings)
     bodies = Bodies(settings)
     requests = _Requests(sessions, Passthrough(coordinator, upstream, settings, bodies), settings, bodies)
     app.add_routes(routes)
@@ -79,9 +69,7 @@ def make_runner(app: web.Application, *, shutdown_timeout_s: float = 10.0) -> we
 class _Requests:
     """Bounds the requests that are open at once, and tells sessions from the rest."""
 
-    def __init__(
-        self, sessions: "_Sessions", passthrough: Passthrough, settings: ProxySettings, bodies: Bodies
-    ) -> None:
+    def __init__(self, sessions: "Sessions", passthrough: Passthrough, settings: ProxySettings, bodies: Bodies) -> None:
         self._sessions = sessions
         self._passthrough = passthrough
         self._settings = settings
@@ -159,73 +147,3 @@ class _Requests:
 
 class _TooMany(Exception):
     """More would be open than the bound allows."""
-
-
-class _Sessions:
-    """Starts sessions."""
-
-    def __init__(self, coordinator: Coordinator, upstream: Upstream, settings: ProxySettings) -> None:
-        self._coordinator = coordinator
-        self._upstream = upstream
-        self._settings = settings
-        # Seeds are no secrets, but two sidecars must not draw the same ones.
-        self._random = random.SystemRandom()
-
-    async def run(
-        self, request: web.Request, parts: Sequence[Part], policy: Policy, obstacle: str
-    ) -> web.StreamResponse:
-        """Answer one request; each of its parts is a session."""
-        parent = uuid.uuid4().hex if len(parts) > 1 else ""
-        seed = self._random.getrandbits(31)
-        started: list[tuple[Generation, Placement]] = []
-        try:
-            for part in parts:
-                started.append(await self._started(request, part, policy, obstacle, parent, seed))
-        except BaseException as error:
-            for generation, _ in started:
-                generation.failover.ended("cancelled")
-            if isinstance(error, Refused):
-                return problems.refused(error).response(request.headers, request.path)
-            raise
-        if parent:
-            generations, placements = zip(*started, strict=True)
-            return await ChoicesHandler(parts, generations, placements, parent).run()
-        generation, placement = started[0]
-        handler = StreamHandler(generation) if generation.facts.stream else UnaryHandler(generation)
-        return await handler.run(placement)
-
-    async def _started(
-        self, request: web.Request, part: Part, policy: Policy, obstacle: str, parent: str, seed: int
-    ) -> tuple[Generation, Placement]:
-        """A session that was admitted. Raises Refused."""
-        body = part.body
-        facts = SessionFacts(
-            SessionId(uuid.uuid4().hex),
-            request.path,
-            body,
-            stream=body.get("stream") is True,
-            policy=policy,
-            exact_obstacle=obstacle,
-            parent=parent,
-        )
-        placement = await self._coordinator.admit(facts)
-        drawn = None
-        if self._settings.assign_seed and not obstacle and wants_seed(body):
-            # Unlike those of a client, seeds that are drawn differ for equal prompts, too.
-            drawn = placement.seed if placement.seed is not None else seed + part.index
-        events = events_of(request.path)
-        wishes = wishes_of(
-            body, chat=request.path == CHAT_PATH, hiding=None if obstacle else self._settings.hiding, events=events
-        )
-        takes_seed = events is None or events.takes_seed
-        generation = Generation(
-            request=request,
-            facts=facts,
-            wishes=wishes,
-            outgoing=Outgoing(body, drawn, asks_ids=wishes.shows_ids, takes_seed=takes_seed),
-            failover=Failover(self._coordinator, facts, self._settings.takeovers_max),
-            upstream=self._upstream,
-            settings=self._settings,
-            kept=Kept(),
-        )
-        return generation, placement

@@ -1,7 +1,7 @@
 """What operators may ask of a running sidecar, on a Unix socket of its own: never on the port that clients reach.
 
-Owns the socket's routes. Invariant: only the sidecar's own user gets an answer (the socket is 0600, in a folder that
-nobody else enters). It decides nothing: the coordinator does.
+Owns the socket and its routes. Invariant: only the sidecar's own user gets an answer (the socket is 0600, in a folder
+that nobody else enters). It decides nothing: `operators` does.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,6 +13,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from ..proxy.sessions import Sessions
+from ..proxy.settings import ProxySettings
+from ..proxy.upstream import Upstream
 from ..session.errors import Refused
 from ..session.ids import SessionId, session_id
 from .choice import Tier
@@ -20,7 +23,7 @@ from .coordinator import SidecarCoordinator
 
 SOCKET = "control.sock"
 BODY_BYTES_MAX = 1 << 20
-_STATUS = {"no_session": 404, "ended": 409, "busy": 409, "timeout": 504, "not_exact": 422}
+_STATUS = {"bad_request": 400, "no_session": 404, "ended": 409, "busy": 409, "not_exact": 422, "timeout": 504}
 
 
 class MoveOrder(msgspec.Struct, forbid_unknown_fields=True):
@@ -30,37 +33,67 @@ class MoveOrder(msgspec.Struct, forbid_unknown_fields=True):
     at: int | None = None
 
 
-def control_app(coordinator: SidecarCoordinator) -> web.Application:
-    """The application."""
-    app = web.Application(client_max_size=BODY_BYTES_MAX)
+class ForkOrder(msgspec.Struct, forbid_unknown_fields=True):
+    """`at`: how many outputs the branch begins with. `set`: fields of the request that are to be others."""
 
-    async def move(session: SessionId, raw: bytes) -> dict[str, Any]:
-        order = msgspec.json.decode(raw or b"{}", type=MoveOrder)
+    at: int
+    set: dict[str, Any] = {}
+
+
+class Control:
+    """The routes."""
+
+    def __init__(self, coordinator: SidecarCoordinator, settings: ProxySettings) -> None:
+        self._coordinator = coordinator
+        self._operators = coordinator.operators
+        self._upstream = Upstream(settings)
+        self._sessions = Sessions(coordinator, self._upstream, settings)
+
+    def app(self) -> web.Application:
+        """The application."""
+        app = web.Application(client_max_size=BODY_BYTES_MAX)
+        app.cleanup_ctx.append(self._opened)
+        app.router.add_post("/sessions/{session}/move", _answering(self.move))
+        app.router.add_post("/sessions/{session}/snapshot", _answering(self.snapshot))
+        app.router.add_post("/sessions/{session}/fork", _answering(self.fork))
+        return app
+
+    async def move(self, request: web.Request, session: SessionId) -> web.StreamResponse:
+        """Have a session go on elsewhere."""
+        order = msgspec.json.decode(await request.read() or b"{}", type=MoveOrder)
         tier = order.tier if order.tier is not None else Tier.HELD
         if tier not in (Tier.HELD, Tier.DISK, Tier.JOURNAL):
             raise ValueError(f"tier is {tier.value!r}; give held, disk or journal")
         if order.at is not None and order.at < 1:
             raise ValueError(f"at is {order.at}; a session can be moved after its first token")
-        return {"session": session, "journal": await coordinator.move(session, tier, order.at or 1)}
+        journal = await self._operators.move(session, tier, order.at or 1)
+        return web.json_response({"session": session, "journal": journal})
 
-    async def snapshot(session: SessionId, raw: bytes) -> dict[str, Any]:
-        return {"session": session, **asdict(await coordinator.snapshot(session))}
+    async def snapshot(self, request: web.Request, session: SessionId) -> web.StreamResponse:
+        """Store a session now."""
+        return web.json_response({"session": session, **asdict(await self._operators.snapshot(session))})
 
-    app.router.add_post("/sessions/{session}/move", _answering(move))
-    app.router.add_post("/sessions/{session}/snapshot", _answering(snapshot))
-    return app
+    async def fork(self, request: web.Request, session: SessionId) -> web.StreamResponse:
+        """Stream a new session that goes on from an earlier point of another; it begins with what they share."""
+        order = msgspec.json.decode(await request.read(), type=ForkOrder)
+        facts, placement = await self._operators.fork(session, order.at, order.set)
+        return await self._sessions.branch(request, facts, placement)
+
+    async def _opened(self, _: web.Application) -> AsyncIterator[None]:
+        await self._upstream.open()
+        yield
+        await self._upstream.close()
 
 
 @asynccontextmanager
-async def serving_control(state_dir: Path, coordinator: SidecarCoordinator) -> AsyncIterator[None]:
+async def serving_control(state_dir: Path, control: Control) -> AsyncIterator[None]:
     """Serve the socket while this lasts; the state folder is locked by its sidecar, so a file there is a leftover."""
     path = state_dir / SOCKET
     path.unlink(missing_ok=True)
-    runner = web.AppRunner(control_app(coordinator), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(control.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
-        site = web.UnixSite(runner, str(path))
-        await site.start()
+        await web.UnixSite(runner, str(path)).start()
         path.chmod(0o600)
         yield
     finally:
@@ -69,16 +102,15 @@ async def serving_control(state_dir: Path, coordinator: SidecarCoordinator) -> A
 
 
 def _answering(
-    ask: Callable[[SessionId, bytes], Awaitable[dict[str, Any]]],
-) -> Callable[[web.Request], Awaitable[web.Response]]:
-    async def handle(request: web.Request) -> web.Response:
+    ask: Callable[[web.Request, SessionId], Awaitable[web.StreamResponse]],
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    async def handle(request: web.Request) -> web.StreamResponse:
         try:
-            body = await ask(session_id(request.match_info["session"]), await request.read())
+            return await ask(request, session_id(request.match_info["session"]))
         except Refused as refused:
             return _problem(_STATUS.get(refused.reason, 503), refused.reason, str(refused))
         except (ValueError, msgspec.DecodeError) as error:
             return _problem(400, "bad_request", str(error))
-        return web.json_response(body)
 
     return handle
 

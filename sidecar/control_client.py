@@ -1,5 +1,8 @@
 """Asks a running sidecar for what only its operator may: the other end of `control`."""
 
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -41,17 +44,46 @@ class ControlClient:
         """Store a session now; `generation`, `kv_len`, `outputs` of what is stored."""
         return await self._ask(f"/sessions/{session}/snapshot", {})
 
+    async def fork(
+        self, session: SessionId, at: int, changes: Mapping[str, Any], headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[bytes]:
+        """Branch a session off after `at` outputs; yields the bytes of its stream as they come.
+
+        `headers` go on to the engine, as one that asks for a key wants.
+        """
+        async with self._posting(f"/sessions/{session}/fork", {"at": at, "set": dict(changes)}, headers) as answer:
+            if answer.status != 200:
+                raise _refused(answer.status, await answer.read())
+            async for piece in answer.content.iter_any():
+                yield piece
+
     async def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        async with self._posting(path, body) as answer:
+            raw = await answer.read()
+        if answer.status != 200:
+            raise _refused(answer.status, raw)
+        told: dict[str, Any] = json.loads(raw)
+        return told
+
+    @asynccontextmanager
+    async def _posting(
+        self, path: str, body: dict[str, Any], headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         if self._http is None:
             raise EngineError("the control client is not open; use it with `async with`")
         try:
-            async with self._http.post(path, json=body) as answer:
-                told = await answer.json()
-        except (OSError, aiohttp.ClientError, ValueError) as error:
+            async with self._http.post(path, json=body, headers=headers) as answer:
+                yield answer
+        except (OSError, aiohttp.ClientError) as error:
             raise EngineError(
                 f"no sidecar answers at {self._path} ({error}); is it running? Name its folder with --state-dir"
             ) from error
-        if answer.status != 200:
-            said = told.get("error", {})
-            raise Refused(str(said.get("code", answer.status)), str(said.get("message", told)))
-        return dict(told)
+
+
+def _refused(status: int, raw: bytes) -> Refused:
+    """The sidecar's own words."""
+    try:
+        said = json.loads(raw)["error"]
+        return Refused(str(said["code"]), str(said["message"]))
+    except (ValueError, KeyError, TypeError):
+        return Refused(str(status), raw[:300].decode("utf-8", "replace"))

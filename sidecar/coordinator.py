@@ -20,24 +20,22 @@ from ..proxy.problems import NOT_EXACT
 from ..session.errors import Refused
 from ..session.ids import SessionId
 from ..session.marker import Marker, Resume
-from ..session.records import LoadState, Slot, SlotState
+from ..session.records import LoadState, SlotState
 from ..session.tracker import SessionState, Tracker
 from .choice import KV_TIERS, Account, Plan, Tier, exactly, known_outputs, others_first, plan
 from .kv_restores import KvRestores, Mover
 from .metrics import Metrics
-from .mover.protocol import StoredResult
+from .operators import Operators
+from .past import Past, PastSessions
 from .session_record import (
     Place,
     Record,
-    Wish,
     finish_of,
-    has_kv,
-    has_settled,
-    outcome_of,
     output_max,
     told,
     wants_logprobs,
 )
+from .settling import Settling
 from .workers import Epoch, Worker, Workers
 
 _LOG = logging.getLogger("midstream.coordinator")
@@ -48,13 +46,8 @@ RETRY_AFTER_S = 2
 SUSPECT_S = 3.0
 # How often a waiting takeover looks again even if nothing was announced.
 LOOK_AGAIN_S = 0.5
-CONCLUDE_EVERY_S = 0.01
-# A planned move with a wanted cut looks at the journal this often, and gives up after this long.
-MOVE_POLL_S = 0.002
-MOVE_WAIT_S = 600.0
 # The kernel tells of a death within this time of the connection that broke.
 DEATH_NEWS_S = 0.25
-LEAST_EXACT_FIRST = (Outcome.REFUSED, Outcome.RESTARTED, Outcome.RECOMPUTED, Outcome.EXACT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +82,10 @@ class SidecarCoordinator:
         self._metrics = metrics
         self._settings = settings
         self._suspect = suspect
+        self._settling = Settling(workers, metrics, patience_s=2 * settings.load_timeout_s)
         self._records: dict[SessionId, Record] = {}
+        self.past = PastSessions()
+        self.operators = Operators(self._records, self.past, self._kv, self._branched)
         self._finishing: set[asyncio.Task[None]] = set()
         self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY_MAX)
         self._changed = asyncio.Event()
@@ -137,12 +133,12 @@ class SidecarCoordinator:
     ) -> Placement:
         """Where the session goes on; waits for a worker to come up."""
         record = self._records[facts.session]
-        self._conclude(record, over=True)
+        self._settling.conclude(record, over=True)
         if self._settle_source(record) and record.tracker.state is SessionState.RESTORING:
             # Nothing of it was sent yet, but it counts: what follows goes on from this owner's own tokens.
-            self._came_to(record, record.owner.slot(), None)
+            self._settling.came_to(record, record.owner.slot(), None)
         record.tracker = record.tracker.interrupted(reason.value)
-        self._stop_restore(record)
+        self._settling.stop_restore(record)
         await self._settle_adopted(record)
         _LOG.info(
             "event=interrupted session=%s worker=%s generation=%d reason=%s delivered=%d journal=%d",
@@ -156,44 +152,21 @@ class SidecarCoordinator:
             record.suspects[owner.id] = time.monotonic() + SUSPECT_S
             if not owner.dead:
                 self._suspect(owner.worker, owner.number, reason)
-        without_kv = reason is Reason.MISMATCH
-        try:
-            async with asyncio.timeout(self._settings.takeover_timeout_s):
-                chosen = await self._plan_when_possible(record, delivered, without_kv)
-        except TimeoutError:
-            raise self._refuse(
-                record, "takeover_timeout",
-                f"no worker came up within {self._settings.takeover_timeout_s:g} s; see `midstream status`, "
-                "or raise restore.takeover_timeout_s",
-            ) from None  # fmt: skip
-        return self._place(record, chosen)
+        return await self._placed(record, delivered, without_kv=reason is Reason.MISMATCH)
 
     async def settled(self, facts: SessionFacts, placement: Placement) -> None:
         """At once, but for a session whose policy demands exact: then when its engine has said what it got."""
         record = self._records[facts.session]
         if not record.demands_exact:
             return
-        deadline = time.monotonic() + 2 * self._settings.load_timeout_s
-        while not has_settled(record, record.owner.slot()) and time.monotonic() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(CONCLUDE_EVERY_S)
-        outcome, failed = outcome_of(record, record.owner.slot(), 0.0)
+        outcome, detail = await self._settling.what_became(record)
         if outcome is Outcome.RECOMPUTED:
-            record.gap_s = None
-            if record.concluding is not None:
-                record.concluding.cancel()
-            raise self._refuse(
-                record, NOT_EXACT,
-                f"the session could only be recomputed ({failed.detail}), which its policy forbids; send it again",
-            )  # fmt: skip
+            self._settling.give_up(record)
+            raise self._not_exact(record, detail)
 
     def resumed(self, facts: SessionFacts, placement: Placement, gap_s: float) -> None:
-        """The new owner's stream went on; what the failover came to is known when its engine has reported."""
-        record = self._records[facts.session]
-        record.gap_s = gap_s
-        if not self._conclude(record):
-            if record.concluding is not None:
-                record.concluding.cancel()
-            record.concluding = asyncio.create_task(self._conclude_later(record))
+        """The new owner's stream went on."""
+        self._settling.resumed(self._records[facts.session], gap_s)
 
     def gave_up(self, facts: SessionFacts, placement: Placement) -> bool:
         """Whether the owner's engine noted in its arena that it did not finish the request."""
@@ -202,48 +175,7 @@ class SidecarCoordinator:
 
     def outcome(self, facts: SessionFacts) -> Outcome | None:
         """The session's least exact takeover."""
-        record = self._records[facts.session]
-        self._conclude(record, over=True)
-        known = {f.outcome for f in record.tracker.failovers}
-        return next((o for o in LEAST_EXACT_FIRST if o.value in known), None)
-
-    async def _conclude_later(self, record: Record) -> None:
-        deadline = time.monotonic() + 2 * self._settings.load_timeout_s
-        # Shared memory makes no noise: whoever waits for a word in it has to look.
-        while not self._conclude(record, over=time.monotonic() > deadline):  # noqa: ASYNC110
-            await asyncio.sleep(CONCLUDE_EVERY_S)
-
-    def _conclude(self, record: Record, *, over: bool = False) -> bool:
-        """Say what the last failover came to, if it is known; `over`: there is nothing more to wait for."""
-        if record.gap_s is None:
-            return True
-        if not (over or has_settled(record, record.owner.slot())):
-            return False
-        # Read anew: what the engine has said of its KV was written before the token by which it is seen to have settled.
-        slot = record.owner.slot()
-        gap_s, record.gap_s = record.gap_s, None
-        self._came_to(record, slot, gap_s)
-        # A first token that was only journaled can be sent before the engine has any KV: the old place is kept then.
-        if record.source is not record.owner and has_kv(record, slot):
-            self._move_source(record, record.owner)
-        self._stop_restore(record)
-        return True
-
-    def _came_to(self, record: Record, slot: Slot | None, gap_s: float | None) -> None:
-        """The last failover is over; `gap_s` is None if the client has noticed nothing of it yet."""
-        outcome, failed = outcome_of(record, slot, gap_s or 0.0)
-        record.tracker = record.tracker.resumed(failed)
-        failed = record.tracker.failovers[-1]
-        self._metrics.failover(
-            reason=failed.reason, outcome=outcome.value, tier=failed.tier, gap_s=gap_s, lag_tokens=failed.lag
-        )
-        _LOG.info(
-            "event=resumed session=%s worker=%s generation=%d reason=%s outcome=%s tier=%s cut=%d lag=%d "
-            "gap_ms=%.1f kv_tokens_loaded=%d tokens_recomputed=%d detail=%s",
-            record.facts.session, failed.worker, record.owner.generation, failed.reason, outcome.value, failed.tier,
-            failed.cut, failed.lag, failed.gap_ms, failed.kv_tokens_loaded, failed.tokens_recomputed,
-            failed.detail or "-",
-        )  # fmt: skip
+        return self._settling.worst(self._records[facts.session])
 
     def mismatched(self, facts: SessionFacts, placement: Placement, text: str) -> None:
         """A worker's replay is not what was journaled."""
@@ -261,17 +193,16 @@ class SidecarCoordinator:
             return
         if not self._records:
             self._idle.set()
-        self._conclude(record, over=True)
-        self._stop_restore(record)
-        if record.concluding is not None:
-            record.concluding.cancel()
+        self._settling.ended(record)
         if record.tracker.state is not SessionState.REFUSED:
             failovers = record.tracker.failovers
             if ending == SessionState.FAILED and failovers and not failovers[-1].outcome:
                 # Given up by the proxy before anybody took it, as after too many takeovers.
                 self._metrics.failover(reason=failovers[-1].reason, outcome="refused", tier=Tier.NONE.value)
             record.tracker = record.tracker.ended(SessionState(ending))
-        self._has_fetched(record)
+        if self._kv.stores and not record.facts.exact_obstacle:
+            self._settle_source(record)
+            self.past.add(Past(facts, record.known, record.owner.epoch.worker, record.owner.epoch.key))
         for epoch in {id(p.epoch): p.epoch for p in (record.owner, record.source)}.values():
             self._workers.unassign(facts.session, epoch)
         self._history.append(told(record))
@@ -284,46 +215,6 @@ class SidecarCoordinator:
         if not ready:
             raise self._nobody()
         return min(ready, key=lambda w: w.session_count).url
-
-    # ---- asked by operators
-
-    async def move(self, session: SessionId, tier: Tier = Tier.HELD, at: int = 1) -> int:
-        """Have a session go on on another worker, or on its own where there is no other. Raises Refused.
-
-        Waits until `at` outputs are journaled and returns how many were, when the cut was made. KV comes from `tier`;
-        JOURNAL: it is recomputed.
-        """
-        record = self._asked_for(session)
-        if tier is Tier.DISK and not await self._kv.stored(record):
-            raise Refused("no_snapshot", f"session {session}: nothing of it is stored; take a snapshot first")
-        deadline = time.monotonic() + MOVE_WAIT_S
-        while (count := self._journal_len(record)) < at:
-            if session not in self._records:
-                raise Refused("ended", f"session {session} ended before {at} tokens")
-            if time.monotonic() > deadline:
-                raise Refused("timeout", f"session {session}: {count} of {at} tokens within {MOVE_WAIT_S:g} s")
-            await asyncio.sleep(MOVE_POLL_S)
-        if record.interrupted.done() or record.tracker.state is not SessionState.RUNNING:
-            raise Refused("busy", f"session {session} is being taken up already; ask again when it goes on")
-        record.wish = Wish(frozenset({tier}) & KV_TIERS)
-        record.interrupted.set_result(Reason.MOVE)
-        return count
-
-    async def snapshot(self, session: SessionId) -> StoredResult:
-        """Store a session as it is now. Raises Refused."""
-        return await self._kv.snapshot(self._asked_for(session))
-
-    def _asked_for(self, session: SessionId) -> Record:
-        record = self._records.get(session)
-        if record is None:
-            raise Refused("no_session", f"no session {session} is in flight; `midstream sessions` lists them")
-        if record.facts.exact_obstacle:
-            raise Refused(NOT_EXACT, f"session {session} has {record.facts.exact_obstacle!r}, so no KV of it is known")
-        return record
-
-    def _journal_len(self, record: Record) -> int:
-        slot = record.owner.slot()
-        return len(record.owner.journal(slot)) if slot is not None else 0
 
     # ---- told to people
 
@@ -349,6 +240,31 @@ class SidecarCoordinator:
 
     # ---- how a takeover goes
 
+    async def _branched(self, record: Record, outputs: tuple[int, ...]) -> Placement:
+        """Take a session in that begins where another was."""
+        session, source = record.facts.session, record.source.epoch
+        self._records[session] = record
+        self._idle.clear()
+        self._workers.assign(session, source)
+        try:
+            return await self._placed(record, outputs, without_kv=False)
+        except BaseException:
+            self.ended(record.facts, SessionState.FAILED)
+            raise
+
+    async def _placed(self, record: Record, delivered: Sequence[int], *, without_kv: bool) -> Placement:
+        """The session's next place; waits for a worker to come up. Raises Refused."""
+        try:
+            async with asyncio.timeout(self._settings.takeover_timeout_s):
+                chosen = await self._plan_when_possible(record, delivered, without_kv)
+        except TimeoutError:
+            raise self._refuse(
+                record, "takeover_timeout",
+                f"no worker came up within {self._settings.takeover_timeout_s:g} s; see `midstream status`, "
+                "or raise restore.takeover_timeout_s",
+            ) from None  # fmt: skip
+        return self._place(record, chosen)
+
     async def _plan_when_possible(self, record: Record, delivered: Sequence[int], without_kv: bool) -> Plan:
         while True:
             changed = self._changed
@@ -372,11 +288,7 @@ class SidecarCoordinator:
             if chosen is not None and record.demands_exact:
                 allowed = exactly(chosen, account, candidates)
                 if allowed is None and (without_kv or not (account.held_kv or account.stored_kv_len)):
-                    raise self._refuse(
-                        record, NOT_EXACT,
-                        f"the session could only be recomputed ({chosen.detail}), which its policy forbids; "
-                        "send it again",
-                    )  # fmt: skip
+                    raise self._not_exact(record, chosen.detail)
                 chosen = allowed
             if chosen is not None and chosen.tier is Tier.IN_PLACE and not await self._kv.verified(record):
                 record.kv_lost = True
@@ -470,12 +382,6 @@ class SidecarCoordinator:
             fetched=record.fetched,
         )
 
-    def _has_fetched(self, record: Record) -> None:
-        """The owner before a planned move may give its blocks up."""
-        if record.fetched is not None:
-            record.fetched.set_result(None)
-            record.fetched = None
-
     def _settle_source(self, record: Record) -> bool:
         """After an interruption: which place has the KV, and what was journaled; True if it is the owner's now."""
         owner = record.owner
@@ -488,7 +394,7 @@ class SidecarCoordinator:
             return False
         if slot is not None and len(journal) > slot.resumed and merged == journal:
             # It has computed a step of its own, so all KV before that is there.
-            self._move_source(record, owner)
+            self._settling.move_source(record, owner)
             return True
         return False
 
@@ -509,17 +415,11 @@ class SidecarCoordinator:
         if not (owner.epoch.dead and kept):
             record.kv_lost = True
 
-    def _move_source(self, record: Record, place: Place) -> None:
-        old, record.source = record.source, place
-        record.kv_lost = False
-        self._has_fetched(record)
-        if old.epoch is not place.epoch:
-            self._workers.unassign(record.facts.session, old.epoch)
-
-    def _stop_restore(self, record: Record) -> None:
-        if record.restore is not None and not record.restore.done():
-            record.restore.cancel()
-        record.restore = None
+    def _not_exact(self, record: Record, detail: str) -> Refused:
+        return self._refuse(
+            record, NOT_EXACT,
+            f"the session could only be recomputed ({detail}), which its policy forbids; send it again",
+        )  # fmt: skip
 
     def _refuse(self, record: Record, reason: str, text: str) -> Refused:
         record.tracker = record.tracker.ended(SessionState.REFUSED)

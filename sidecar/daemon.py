@@ -30,7 +30,7 @@ from . import api, plugin_path
 from .attach import Attached
 from .choice import Tier
 from .config import Listen, Settings
-from .control import serving_control
+from .control import Control, serving_control
 from .coordinator import CoordinatorSettings, SidecarCoordinator
 from .hang import is_hung
 from .metrics import Metrics
@@ -110,7 +110,8 @@ class _Daemon:
             self._spawn(self._follow_status(), "status")
             runner = await self._serve(listener)
             stack.push_async_callback(runner.cleanup)
-            await stack.enter_async_context(serving_control(self._state, self._coordinator))
+            control = Control(self._coordinator, proxy_settings(self._settings, self._adapter))
+            await stack.enter_async_context(serving_control(self._state, control))
             stack.push_async_callback(self._stop_engines)
             self._start_workers()
             host, bound = listener.getsockname()[:2]

@@ -26,6 +26,7 @@ class Mover(Protocol):
         self,
         session: SessionId,
         *,
+        origin: SessionId,
         source: tuple[Path, int] | None,
         to_arena: Path,
         to_generation: int,
@@ -57,7 +58,7 @@ class KvRestores:
     def __init__(self, mover: Mover, metrics: Metrics, *, stores: bool, load_timeout_s: float) -> None:
         self._mover = mover
         self._metrics = metrics
-        self._stores = stores
+        self.stores = stores
         self._load_timeout_s = load_timeout_s
 
     async def restore(self, record: Record, tier: Tier) -> RestoreResult:
@@ -71,6 +72,7 @@ class KvRestores:
         try:
             result = await self._mover.restore(
                 record.facts.session,
+                origin=source.session,
                 source=from_arena,
                 to_arena=target.epoch.arena_path,
                 to_generation=target.generation,
@@ -91,10 +93,10 @@ class KvRestores:
 
     async def stored(self, record: Record) -> StoredResult | None:
         """The snapshot on disk that a restore would use, or None."""
-        if not self._stores:
+        if not self.stores:
             return None
         try:
-            found = await self._mover.stored(record.facts.session)
+            found = await self._mover.stored(record.source.session)
         except MoverError as error:
             _LOG.warning("event=stored session=%s error=%s", record.facts.session, error)
             return None
@@ -103,7 +105,7 @@ class KvRestores:
     async def snapshot(self, record: Record) -> StoredResult:
         """Store a session now, and say what is stored of it then. Raises Refused."""
         arena = record.owner.epoch.arena_path
-        if not self._stores or arena is None:
+        if not self.stores or arena is None:
             raise Refused("no_store", "this sidecar stores no snapshots; start it with --store-dir")
         try:
             await self._mover.snapshot(arena, record.facts.session)
@@ -139,6 +141,6 @@ class KvRestores:
 
     async def finished(self, record: Record) -> None:
         """What is stored of a session that is over may go first."""
-        if self._stores:
+        if self.stores:
             with suppress(MoverError):
                 await self._mover.finish(record.facts.session, record.tracker.generation)

@@ -65,6 +65,7 @@ class MoverClient:
         self,
         session: SessionId,
         *,
+        origin: SessionId | None = None,
         source: tuple[Path, int] | None,
         to_arena: Path,
         to_generation: int,
@@ -72,12 +73,14 @@ class MoverClient:
     ) -> RestoreResult:
         """Bring a session's KV from an arena's generation, or from the store (`source=None`), to where it waits.
 
+        `origin` is the session whose KV that is, where it is not its own but that of the one it is a branch of.
+
         A restore that fails is a result with `ok=False`, its reason and text, and its engine was told; MoverError means
         that the mover could not be asked, or refused to begin.
         """
-        origin: dict[str, Any] = {"store": True}
+        place: dict[str, Any] = {"session": origin or session, "store": True}
         if source is not None:
-            origin = {"arena": str(source[0]), "generation": source[1]}
+            place = {"session": origin or session, "arena": str(source[0]), "generation": source[1]}
         answer = await self._ask(
             Op.RESTORE,
             deadline_s + GRACE_S,
@@ -85,7 +88,7 @@ class MoverClient:
             session=session,
             to={"arena": str(to_arena), "generation": to_generation},
             deadline_s=deadline_s,
-            **{"from": origin},
+            **{"from": place},
         )
         return result_from(RestoreResult, answer)
 

@@ -93,8 +93,10 @@ class Operations:
 
     async def _restore(self, message: dict[str, Any]) -> dict[str, Any]:
         source, to = object_field(message, "from"), object_field(message, "to")
+        session = session_field(message)
         order = Order(
-            session_field(message),
+            session,
+            session_field(source) if "session" in source else session,
             None if source.get("store") is True else (path_field(source, "arena"), whole_field(source, "generation")),
             path_field(to, "arena"),
             whole_field(to, "generation"),

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -43,9 +43,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A restore: from an arena's generation, or from the store when `source` is None."""
+    """A restore: from an arena's generation, or from the store when `source` is None.
+
+    `origin` is the session whose KV it is: the very one, or the one that it is a branch of.
+    """
 
     session: SessionId
+    origin: SessionId
     source: tuple[Path, int] | None
     to_arena: Path
     to_generation: int
@@ -222,13 +226,12 @@ class Restorer:
         path, generation = source
         reader = self._sources.reader(path)
         pool = await self._sources.pool(path)
-        slot = reader.find(order.session, generation)
+        slot = reader.find(order.origin, generation)
         if slot is None:
-            raise MoverError(Reason.SESSION, f"session {order.session}: generation {generation} is not in {path}")
+            raise MoverError(Reason.SESSION, f"session {order.origin}: generation {generation} is not in {path}")
         covered = coverage.read(reader, slot)
-        check_match(
-            _offer(slot, key_of(reader), pool.layout, pool.fingerprint, covered.outputs, covered.kv_len), to.wanted()
-        )
+        offer = _offer(slot, key_of(reader), pool.layout, pool.fingerprint, covered.outputs, covered.kv_len)
+        check_match(replace(offer, session=order.session), to.wanted())
         blocks = covered.table.blocks[: len(to.blocks)]
         if len(blocks) < len(to.blocks):
             raise MoverError(Reason.TABLE, f"session {order.session}: its old table has {len(blocks)} blocks only")
@@ -236,7 +239,7 @@ class Restorer:
         moved = [new for old, new in zip(blocks, to.blocks, strict=True) if old != new]
         if pool.identity == to.pool.identity and not old_blocks.isdisjoint(moved):
             raise MoverError(Reason.OVERLAP, f"session {order.session}: old and new blocks overlap in another order")
-        sums = self._sums.get((path, order.session, generation), covered.table.generation)
+        sums = self._sums.get((path, order.origin, generation), covered.table.generation)
         work = [
             BlockCopy(i, old, new, sums[i] if i < len(sums) else None)
             for i, (old, new) in enumerate(zip(blocks, to.blocks, strict=True))
@@ -259,10 +262,10 @@ class Restorer:
     async def _from_store(self, order: Order, to: _Destination) -> Copied:
         if self._store is None:
             raise MoverError(Reason.STORE, "this mover has no store; start it with --store")
-        manifest = await asyncio.to_thread(self._store.latest, order.session)
+        manifest = await asyncio.to_thread(self._store.latest, order.origin)
         if manifest is None:
-            raise MoverError(Reason.STORE, f"session {order.session}: no snapshot of it is stored")
-        check_match(_stored(manifest), to.wanted())
+            raise MoverError(Reason.STORE, f"session {order.origin}: no snapshot of it is stored")
+        check_match(replace(_stored(manifest), session=order.session), to.wanted())
         done = Copied(0, 0, 0)
         step = max(1, BYTES_PER_STEP // manifest.block_bytes)
         for at in range(0, len(to.blocks), step):

@@ -68,8 +68,8 @@ def test_a_body_without_transfer_fields_is_the_same_object() -> None:
 
 def test_each_attempt_sends_the_same_request_but_for_the_marker() -> None:
     outgoing = Outgoing({"prompt": "x", "kv_transfer_params": {"mine": 1}}, seed=7)
-    first = json.loads(outgoing.encode(Marker(SessionId("a" * 32), 1), None))
-    second = json.loads(outgoing.encode(Marker(SessionId("a" * 32), 2), 99))
+    first = json.loads(outgoing.encode(Marker(SessionId("a" * 32), 1)))
+    second = json.loads(outgoing.encode(Marker(SessionId("a" * 32), 2)))
     assert first.pop("kv_transfer_params") == {
         "midstream": {"v": 1, "session": "a" * 32, "generation": 1},
     }

@@ -48,6 +48,7 @@ class FakeMover:
         self,
         session: SessionId,
         *,
+        origin: SessionId | None = None,
         source: tuple[Path, int] | None,
         to_arena: Path,
         to_generation: int,

@@ -26,6 +26,7 @@ class HangingStore:
         self,
         session: SessionId,
         *,
+        origin: SessionId | None = None,
         source: tuple[Path, int] | None,
         to_arena: Path,
         to_generation: int,

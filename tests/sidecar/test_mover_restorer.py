@@ -87,7 +87,7 @@ class Bench:
         self.slot = self.worker.wait(SESSION, PROMPT, OUTPUTS, [5, 6])
 
     def order(self, deadline_s: float = 10.0) -> Order:
-        return Order(SESSION, None, self.worker.arena, 2, deadline_s)
+        return Order(SESSION, SESSION, None, self.worker.arena, 2, deadline_s)
 
     def written(self) -> bool:
         return any(self.worker.view[:])

@@ -51,6 +51,7 @@ class SimMover:
         self,
         session: SessionId,
         *,
+        origin: SessionId | None = None,
         source: tuple[Path, int] | None,
         to_arena: Path,
         to_generation: int,

@@ -1,0 +1,41 @@
+"""How a branch of a session is made: the request with which it goes on, and where its KV is. Pure.
+
+KV is append-only, so every earlier position of a session is a point to go back to: a branch re-enters the first outputs
+of its parent and takes the KV before them, then decodes on by a request that may differ in anything but its prompt.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..proxy.coordinator import SessionFacts
+from ..proxy.eligible import why_not_resumable
+from ..session.errors import Refused
+from ..session.ids import SessionId
+
+# Whatever the prompt is made of: another one has other KV. And what a branch decides by itself.
+FIXED = frozenset(
+    {
+        "model", "prompt", "messages", "input", "system", "instructions", "tools", "tool_choice", "documents",
+        "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
+        "add_special_tokens", "truncate_prompt_tokens", "reasoning_effort", "cache_salt", "stream", "n",
+    }
+)  # fmt: skip
+
+
+def branch_of(parent: SessionFacts, session: SessionId, changes: Mapping[str, Any]) -> SessionFacts:
+    """The facts of a branch. Raises Refused, naming the field that is in the way."""
+    wrong = sorted(FIXED & set(changes))
+    if wrong:
+        raise Refused("bad_request", f"{', '.join(wrong)} cannot be set for a branch: it has its parent's prompt")
+    body = {**parent.body, **changes, "stream": True}
+    body = {name: value for name, value in body.items() if value is not None}
+    if body.get("logprobs") not in (None, False):
+        raise Refused(
+            "bad_request", "logprobs of the tokens before the branch are not kept: add --set logprobs=null to go on"
+        )
+    obstacle = why_not_resumable(body, parent.path)
+    if obstacle is not None:
+        raise Refused("not_exact", f"a request with {obstacle!r} cannot go on from KV: leave that out")
+    # The parent's own seed, or the one that was drawn for it, unless the branch is to have another.
+    seed = None if "seed" in changes else parent.seed
+    return SessionFacts(session, parent.path, body, stream=True, policy=parent.policy, parent=parent.session, seed=seed)

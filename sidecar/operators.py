@@ -1,0 +1,116 @@
+"""What operators ask of single sessions: move one, store one, go back to an earlier point of one.
+
+Decides what may be asked and waits until it can be done, bounded; how a session is then placed is the coordinator's.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from ..proxy.coordinator import Placement, Reason, SessionFacts
+from ..proxy.problems import NOT_EXACT
+from ..proxy.sessions import new_session_id
+from ..session.errors import Refused
+from ..session.ids import SessionId
+from ..session.tracker import SessionState, Tracker
+from .branching import branch_of
+from .choice import KV_TIERS, Tier
+from .kv_restores import KvRestores
+from .mover.protocol import StoredResult
+from .past import PastSessions
+from .session_record import Place, Record, Wish
+from .workers import Epoch
+
+# A wanted cut is looked for in the journal this often, and for so long.
+LOOK_EVERY_S = 0.002
+WAIT_S = 600.0
+FORK = "fork"
+
+
+class Operators:
+    """`place`: takes a new record, and the outputs that its client is taken to have, to a worker."""
+
+    def __init__(
+        self,
+        records: Mapping[SessionId, Record],
+        past: PastSessions,
+        kv: KvRestores,
+        place: Callable[[Record, tuple[int, ...]], Awaitable[Placement]],
+    ) -> None:
+        self._records = records
+        self._past = past
+        self._kv = kv
+        self._place = place
+
+    async def move(self, session: SessionId, tier: Tier = Tier.HELD, at: int = 1) -> int:
+        """Have a session go on on another worker, or on its own where there is no other. Raises Refused.
+
+        Waits until `at` outputs are journaled and returns how many were, when the cut was made. KV comes from `tier`;
+        JOURNAL: it is recomputed.
+        """
+        record = self._in_flight(session)
+        if tier is Tier.DISK and not await self._kv.stored(record):
+            raise Refused("no_snapshot", f"session {session}: nothing of it is stored; take a snapshot first")
+        deadline = time.monotonic() + WAIT_S
+        while (count := len(_journal(record))) < at:
+            if session not in self._records:
+                raise Refused("ended", f"session {session} ended before {at} tokens")
+            if time.monotonic() > deadline:
+                raise Refused("timeout", f"session {session}: {count} of {at} tokens within {WAIT_S:g} s")
+            await asyncio.sleep(LOOK_EVERY_S)
+        if record.interrupted.done() or record.tracker.state is not SessionState.RUNNING:
+            raise Refused("busy", f"session {session} is being taken up already; ask again when it goes on")
+        record.wish = Wish(frozenset({tier}) & KV_TIERS)
+        record.interrupted.set_result(Reason.MOVE)
+        return count
+
+    async def snapshot(self, session: SessionId) -> StoredResult:
+        """Store a session as it is now. Raises Refused."""
+        return await self._kv.snapshot(self._in_flight(session))
+
+    async def fork(self, parent: SessionId, at: int, changes: Mapping[str, Any]) -> tuple[SessionFacts, Placement]:
+        """A new session that goes on after the first `at` outputs of another. Raises Refused.
+
+        Their KV comes from where the parent runs, or from its snapshot; without either they are computed again.
+        """
+        facts, outputs, place = self._point(parent)
+        if not 1 <= at <= len(outputs):
+            there = f"give --at 1 to {len(outputs)}" if outputs else "ask again when it has some"
+            raise Refused("bad_request", f"session {parent} has {len(outputs)} outputs, so none at {at}; {there}")
+        branch = branch_of(facts, new_session_id(), changes)
+        tracker = Tracker(branch.session).placed(place.epoch.worker, place.epoch.number).interrupted(FORK)
+        interrupted: asyncio.Future[Reason] = asyncio.get_running_loop().create_future()
+        record = Record(branch, tracker, place, place, interrupted, time.monotonic())
+        record.known = outputs[:at]
+        return branch, await self._place(record, record.known)
+
+    def _point(self, session: SessionId) -> tuple[SessionFacts, tuple[int, ...], Place]:
+        """A session that can be gone back to: its request, its outputs, and where its KV is."""
+        if session in self._records:
+            record = self._in_flight(session)
+            if record.source is not record.owner:
+                raise Refused("busy", f"session {session} is being taken up; ask again when it goes on")
+            return record.facts, _journal(record), record.owner
+        past = self._past.get(session)
+        if past is None:
+            raise Refused(
+                "no_session",
+                f"session {session} is not in flight, nor among the last ones that were stored; "
+                "`midstream sessions` lists them, and --store-dir has them stored",
+            )
+        # An epoch that is no more: nothing is there, but its key says which KV in the store is the session's.
+        return past.facts, past.outputs, Place(session, Epoch(past.worker, 0, None, key=past.key), 0)
+
+    def _in_flight(self, session: SessionId) -> Record:
+        record = self._records.get(session)
+        if record is None:
+            raise Refused("no_session", f"no session {session} is in flight; `midstream sessions` lists them")
+        if record.facts.exact_obstacle:
+            raise Refused(NOT_EXACT, f"session {session} has {record.facts.exact_obstacle!r}, so no KV of it is known")
+        return record
+
+
+def _journal(record: Record) -> tuple[int, ...]:
+    slot = record.owner.slot()
+    return record.owner.journal(slot) if slot is not None else ()

@@ -1,0 +1,125 @@
+"""What takeovers came to: waits for what the new owner's engine says of its KV, counts it, and lets the old place go.
+
+Owns the end of each takeover. Invariant: a takeover is concluded once, and the place that has a session's KV is kept
+until its next owner has it.
+"""
+
+import asyncio
+import logging
+import time
+
+from ..proxy.coordinator import Outcome
+from ..session.records import Slot
+from .metrics import Metrics
+from .session_record import Place, Record, has_kv, has_settled, outcome_of
+from .workers import Workers
+
+_LOG = logging.getLogger("midstream.coordinator")
+
+LOOK_EVERY_S = 0.01
+LEAST_EXACT_FIRST = (Outcome.REFUSED, Outcome.RESTARTED, Outcome.RECOMPUTED, Outcome.EXACT)
+
+
+class Settling:
+    """The ends of takeovers. `patience_s`: how long an engine may say nothing of its KV."""
+
+    def __init__(self, workers: Workers, metrics: Metrics, *, patience_s: float) -> None:
+        self._workers = workers
+        self._metrics = metrics
+        self._patience_s = patience_s
+
+    def resumed(self, record: Record, gap_s: float) -> None:
+        """The new owner's stream went on; what that came to is known when its engine has reported."""
+        record.gap_s = gap_s
+        if not self.conclude(record):
+            self._stop_waiting(record)
+            record.concluding = asyncio.create_task(self._conclude_later(record))
+
+    async def what_became(self, record: Record) -> tuple[Outcome, str]:
+        """The outcome of the takeover under way and its detail, as soon as its engine has said what it got."""
+        deadline = time.monotonic() + self._patience_s
+        while not has_settled(record, record.owner.slot()) and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_EVERY_S)
+        outcome, failed = outcome_of(record, record.owner.slot(), 0.0)
+        return outcome, failed.detail
+
+    def conclude(self, record: Record, *, over: bool = False) -> bool:
+        """Say what the last failover came to, if it is known; `over`: there is nothing more to wait for."""
+        if record.gap_s is None:
+            return True
+        if not (over or has_settled(record, record.owner.slot())):
+            return False
+        # Read anew: what the engine says of its KV is written before the token by which it is seen to have settled.
+        slot = record.owner.slot()
+        gap_s, record.gap_s = record.gap_s, None
+        self.came_to(record, slot, gap_s)
+        # A first token that was only journaled can be sent before the engine has any KV: the old place is kept then.
+        if record.source is not record.owner and has_kv(record, slot):
+            self.move_source(record, record.owner)
+        self.stop_restore(record)
+        return True
+
+    def came_to(self, record: Record, slot: Slot | None, gap_s: float | None) -> None:
+        """The last failover is over; `gap_s` is None if the client has noticed nothing of it yet."""
+        outcome, failed = outcome_of(record, slot, gap_s or 0.0)
+        record.tracker = record.tracker.resumed(failed)
+        failed = record.tracker.failovers[-1]
+        self._metrics.failover(
+            reason=failed.reason, outcome=outcome.value, tier=failed.tier, gap_s=gap_s, lag_tokens=failed.lag
+        )
+        _LOG.info(
+            "event=resumed session=%s worker=%s generation=%d reason=%s outcome=%s tier=%s cut=%d lag=%d "
+            "gap_ms=%.1f kv_tokens_loaded=%d tokens_recomputed=%d detail=%s",
+            record.facts.session, failed.worker, record.owner.generation, failed.reason, outcome.value, failed.tier,
+            failed.cut, failed.lag, failed.gap_ms, failed.kv_tokens_loaded, failed.tokens_recomputed,
+            failed.detail or "-",
+        )  # fmt: skip
+
+    def worst(self, record: Record) -> Outcome | None:
+        """The session's least exact takeover."""
+        self.conclude(record, over=True)
+        known = {f.outcome for f in record.tracker.failovers}
+        return next((o for o in LEAST_EXACT_FIRST if o.value in known), None)
+
+    def move_source(self, record: Record, place: Place) -> None:
+        """From now on it is `place` that has the session's KV."""
+        old, record.source = record.source, place
+        record.kv_lost = False
+        self.old_owner_done(record)
+        if old.epoch is not place.epoch:
+            self._workers.unassign(record.facts.session, old.epoch)
+
+    def old_owner_done(self, record: Record) -> None:
+        """The owner before a planned move may give its blocks up."""
+        if record.fetched is not None:
+            record.fetched.set_result(None)
+            record.fetched = None
+
+    def stop_restore(self, record: Record) -> None:
+        """Nobody waits for the mover any more."""
+        if record.restore is not None and not record.restore.done():
+            record.restore.cancel()
+        record.restore = None
+
+    def give_up(self, record: Record) -> None:
+        """The takeover under way comes to nothing."""
+        record.gap_s = None
+        self._stop_waiting(record)
+
+    def ended(self, record: Record) -> None:
+        """The session is over."""
+        self.conclude(record, over=True)
+        self.stop_restore(record)
+        self._stop_waiting(record)
+        self.old_owner_done(record)
+
+    async def _conclude_later(self, record: Record) -> None:
+        deadline = time.monotonic() + self._patience_s
+        # Shared memory makes no noise: whoever waits for a word in it has to look.
+        while not self.conclude(record, over=time.monotonic() > deadline):  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def _stop_waiting(self, record: Record) -> None:
+        if record.concluding is not None:
+            record.concluding.cancel()
+            record.concluding = None
