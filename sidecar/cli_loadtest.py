@@ -3,15 +3,19 @@
 import asyncio
 import json
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
 from ..session.errors import ConfigError
 from .cli_options import AsJson, Assignments
+
+if TYPE_CHECKING:
+    from ..loadtest.load.run import LoadTest
 
 _PROGRESS_EVERY_S = 10.0
 
@@ -152,19 +156,33 @@ def loadtest(
     )
     is_complete = False
     try:
-        asyncio.run(test.run())
-        is_complete = True
+        is_complete = asyncio.run(_until_told(test))
     finally:
         # What is through is worth having, whatever ended the run.
         progress.close()
         if test.passed:
             summary = output.summary_of(options, test.model, test.passed, is_complete=is_complete)
             written = output.write(folder, summary, test.passed)
+    if not is_complete:
+        raise KeyboardInterrupt
     if as_json:
         print(json.dumps({**summary, "out": str(folder)}))
     else:
         _show(summary, written)
     return 0 if is_good(summary) else 1
+
+
+async def _until_told(test: "LoadTest") -> bool:
+    """Run it; False when it was ended by a signal: by SIGTERM, too, for nothing that was started may be left."""
+    task = asyncio.ensure_future(test.run())
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        await task
+    except asyncio.CancelledError:
+        return False
+    return True
 
 
 def is_good(summary: dict[str, Any]) -> bool:
