@@ -1,0 +1,156 @@
+"""Two real vLLM workers, everything that a request can ask for, and a session that is moved in the midst of it.
+
+A move takes the KV out of the live pool of the one engine into the other's, which costs no start of an engine; what
+kills do is in the other files. A client must not be able to tell a moved answer from an undisturbed one by any field.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from midstream.session.ids import SessionId
+from midstream.sidecar.control_client import ControlClient
+from support.told import Told, differences, tell
+from support.vllm_features import FEATURES, Feature
+from support.vllm_models import with_thinking_tokens
+from support.vllm_rig import ASK_REPORT, MODEL_VARIABLE, Rig
+
+pytestmark = [pytest.mark.engine, pytest.mark.vllm, pytest.mark.timeout(600)]
+
+AT_ONCE = 6
+WAIT_S = 60.0
+OPTIONS = (
+    "--max-num-batched-tokens", "256", "--scheduling-policy", "priority", "--reasoning-parser", "qwen3",
+    "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+)  # fmt: skip
+SESSION = "X-Midstream-Session"
+# What the sidecar assigns to a request without a seed is another one each time, and so is what it says.
+UNREPEATABLE = "unseeded"
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """Both answers to one case, and what the sidecar says of the moved one."""
+
+    plain: Told
+    moved: Told
+    outcomes: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """Two workers of a model that can think and call tools."""
+    model = os.environ.get(MODEL_VARIABLE)
+    if model is None:
+        pytest.skip(f"{MODEL_VARIABLE} names no model")
+    folder = with_thinking_tokens(Path(model), tmp_path_factory.mktemp("model") / "thinking")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(MODEL_VARIABLE, str(folder))
+        rig = Rig(*OPTIONS, workers=2)
+    try:
+        rig.start()
+        yield rig
+    finally:
+        rig.stop()
+
+
+@pytest.fixture(scope="module")
+def ran(rig: Rig) -> dict[str, Ran | BaseException]:
+    """All cases, several at once; what went wrong in one is told by its own test."""
+    return asyncio.run(_run(rig))
+
+
+async def _run(rig: Rig) -> dict[str, Ran | BaseException]:
+    free = asyncio.Semaphore(AT_ONCE)
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(240)) as http,
+        ControlClient(rig.sidecar.state_dir) as control,
+    ):
+
+        async def one(feature: Feature) -> Ran:
+            async with free:
+                plain = await tell(http, rig.sidecar.url + feature.path, feature.body, **ASK_REPORT)
+                moved = await _moved(rig, http, control, feature)
+                return Ran(plain, moved, await _outcomes(rig, http, moved.headers[SESSION]))
+
+        crowd = [f for f in FEATURES if not f.alone]
+        done = dict(
+            zip([f.name for f in crowd], await asyncio.gather(*map(one, crowd), return_exceptions=True), strict=True)
+        )
+        for feature in FEATURES:
+            if feature.alone:
+                [done[feature.name]] = await asyncio.gather(one(feature), return_exceptions=True)
+        return done
+
+
+async def _moved(rig: Rig, http: aiohttp.ClientSession, control: ControlClient, feature: Feature) -> Told:
+    """The answer of a session that is moved at each cut."""
+    begun: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    known = {s["session"] for s in await rig.sidecar.sessions(http)}
+
+    def note(headers: Any) -> None:
+        if not begun.done():
+            begun.set_result(headers.get(SESSION, ""))
+
+    telling = asyncio.create_task(
+        tell(http, rig.sidecar.url + feature.path, feature.body, on_headers=note, **ASK_REPORT)
+    )
+    try:
+        # The head of an unstreamed answer comes with the answer: its session is the one that was not there before.
+        session = await begun if feature.stream else await _newest(rig, http, known)
+        for cut in feature.cuts:
+            await control.move(SessionId(session), at=cut)
+    except BaseException:
+        telling.cancel()
+        raise
+    return await telling
+
+
+async def _newest(rig: Rig, http: aiohttp.ClientSession, known: set[str]) -> str:
+    deadline_s = time.monotonic() + WAIT_S
+    while True:
+        for session in await rig.sidecar.sessions(http):
+            if session["session"] not in known:
+                return str(session["session"])
+        assert time.monotonic() < deadline_s, "the request did not become a session"
+        await asyncio.sleep(0.02)
+
+
+async def _outcomes(rig: Rig, http: aiohttp.ClientSession, session: str) -> list[dict[str, Any]]:
+    return next(s["outcomes"] for s in await rig.sidecar.sessions(http) if s["session"] == session)
+
+
+def _of(ran: dict[str, Ran | BaseException], name: str) -> Ran:
+    found = ran[name]
+    if isinstance(found, BaseException):
+        raise AssertionError(f"{name}: {found!r}") from found
+    return found
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f.name)
+def test_nobody_can_tell_a_moved_answer_from_an_undisturbed_one(
+    ran: dict[str, Ran | BaseException], feature: Feature
+) -> None:
+    case = _of(ran, feature.name)
+    assert (case.plain.status, case.plain.done, case.plain.error) == (200, True, None), case.plain
+    assert len(case.plain.ids) > feature.cuts[-1], "it was not long enough to be moved"
+    assert (case.moved.status, case.moved.done, case.moved.error) == (200, True, None), case.moved
+    if feature.name == UNREPEATABLE:
+        assert len(case.moved.ids) > feature.cuts[-1]
+        assert case.moved.fields == case.plain.fields
+    else:
+        assert differences(case.plain, case.moved, within=1e-5 if feature.alone else 1e-3) == []
+    outcomes = [(o["reason"], o["outcome"], o["tier"], o["tokens_recomputed"]) for o in case.outcomes]
+    assert outcomes == [("move", "exact", "held", 1)] * len(feature.cuts), case.outcomes
+    if feature.stream:
+        assert case.moved.report.startswith(f"midstream outcome=exact takeovers={len(feature.cuts)} ")
+    else:
+        told = case.moved.headers["X-Midstream-Outcome"], case.moved.headers["X-Midstream-Takeovers"]
+        assert told == ("exact", str(len(feature.cuts)))

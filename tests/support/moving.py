@@ -1,0 +1,218 @@
+"""Requests that are interrupted at a given token by a planned move, and read to the last field.
+
+Owns the moment of the cut: where workers can, they hold still until the moves have been ordered, so that no answer is
+over before it can be moved. What an answer says is read by `told.tell`, field by field; nothing here knows one
+feature from another.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import pytest
+
+from midstream.loadtest.harness import SidecarProcess
+from midstream.session.errors import Refused
+from midstream.session.ids import SessionId
+from midstream.sidecar.control_client import ControlClient
+from support.told import Told, tell
+
+Body = Mapping[str, Any]
+ADMISSION_S = 60.0
+MOVE_S = 120.0
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+REPORT = {"X-Midstream-Report": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request: when to move it, and from where its KV comes then; a request for several choices is so many sessions.
+
+    Without `ats` it is undisturbed. `held_back` outputs more are waited for before the first move is ordered.
+    """
+
+    body: Body
+    ats: tuple[int, ...] = ()
+    tier: str = "held"
+    sessions: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What a client has in the end, after how many outputs each move was made, and what the sidecar says came of it."""
+
+    told: Told
+    cuts: tuple[int, ...]
+    outcomes: tuple[dict[str, Any], ...]
+    sessions: tuple[SessionId, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """The outcomes' names."""
+        return [outcome["outcome"] for outcome in self.outcomes]
+
+
+class Stage:
+    """A sidecar with real workers, and its operator's socket. `quiet`: its engines can be told to take no step."""
+
+    def __init__(
+        self, process: SidecarProcess, http: aiohttp.ClientSession, control: ControlClient, model: str, *, quiet: bool
+    ) -> None:
+        self.process = process
+        self.http = http
+        self.control = control
+        self.model = model
+        self._quiet = quiet
+
+    # ---- requests
+
+    async def tell(self, body: Body, **headers: str) -> Told:
+        """An answer, streamed or not; token ids and usage are asked for unless the body says otherwise."""
+        path = CHAT if "messages" in body else COMPLETIONS
+        asked = {"model": self.model, "return_token_ids": True, **body}
+        if asked.get("stream"):
+            asked["stream_options"] = {"include_usage": True, **asked.get("stream_options", {})}
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return await tell(self.http, self.process.url + path, asked, **{**REPORT, **named})
+
+    async def moved(self, body: Body, *ats: int, tier: str = "held", **headers: str) -> Moved:
+        """The answer to one request that is moved once it has as many outputs, again and again."""
+        [moved] = await self.run(Ask(body, ats, tier), **headers)
+        return moved
+
+    async def run(self, *asks: Ask, **headers: str) -> list[Moved]:
+        """Run requests side by side, and move each as it says."""
+        await self.ready()
+        running = []
+        async with self._still():
+            for ask in asks:
+                known = await self._sessions()
+                asking = asyncio.create_task(self.tell(ask.body, **headers))
+                names = await self._new(known, ask.sessions, asking)
+                moving = [asyncio.create_task(self._move(name, ask, asking)) for name in names]
+                running.append((asking, names, moving))
+        async with asyncio.timeout(MOVE_S):
+            for asking, _, moving in running:
+                await asyncio.gather(asking, *moving)
+        return [await self._ended(asking, names, moving) for asking, names, moving in running]
+
+    async def _move(self, name: SessionId, ask: Ask, asking: "asyncio.Task[Told]") -> list[int]:
+        return [await self._moved_at(name, at, ask.tier, asking) for at in ask.ats]
+
+    async def _moved_at(self, name: SessionId, at: int, tier: str, asking: "asyncio.Task[Told]") -> int:
+        while True:
+            try:
+                return await self.control.move(name, tier=tier, at=at)
+            except Refused as refused:
+                # The move before this one is not over yet.
+                if refused.reason != "busy" or asking.done():
+                    raise
+            await asyncio.sleep(0.002)
+
+    async def _ended(
+        self, asking: "asyncio.Task[Told]", names: Sequence[SessionId], moving: Sequence["asyncio.Task[list[int]]"]
+    ) -> Moved:
+        sessions = {s["session"]: s for s in await self.process.sessions(self.http)}
+        outcomes = tuple(outcome for name in names for outcome in sessions[name]["outcomes"])
+        return Moved(asking.result(), tuple(cut for m in moving for cut in m.result()), outcomes, tuple(names))
+
+    # ---- workers and sessions
+
+    async def ready(self, limit_s: float = 240.0) -> None:
+        """Wait until all workers are ready and no session is left."""
+        deadline_s = time.monotonic() + limit_s
+        while (await self.process.ask(self.http, "/midstream/v1/status")).get("sessions_open") != 0:
+            assert time.monotonic() < deadline_s, "a session is left"
+            await asyncio.sleep(0.02)
+        await self.process.wait_ready(self.http, timeout_s=limit_s)
+
+    @asynccontextmanager
+    async def _still(self) -> AsyncIterator[None]:
+        """While this lasts no worker takes a step, if they can be asked for that."""
+        workers = await self.process.workers(self.http) if self._quiet else []
+        try:
+            for worker in workers:
+                await self._order(f"{worker['url']}/midstream/quiesce")
+            yield
+        finally:
+            for worker in workers:
+                await self._order(f"{worker['url']}/midstream/unquiesce")
+
+    async def _order(self, url: str) -> None:
+        async with self.http.post(url) as answer:
+            assert answer.status == 204, await answer.text()
+
+    async def _sessions(self) -> set[str]:
+        return {session["session"] for session in await self.process.sessions(self.http)}
+
+    async def _new(self, known: set[str], count: int, asking: "asyncio.Task[Told]") -> list[SessionId]:
+        """The sessions of a request that has just been sent."""
+        async with asyncio.timeout(ADMISSION_S):
+            while len(new := sorted(await self._sessions() - known)) < count:
+                assert not asking.done(), f"the request became no session: {asking.result()}"
+                await asyncio.sleep(0.005)
+        return [SessionId(name) for name in new]
+
+
+def require_equal(got: Told, wanted: Told, *, numbers_within: float = 0.0) -> None:
+    """No reader could tell the two apart, whatever they look at. `numbers_within`: but for so much in logprobs."""
+    for told in (got, wanted):
+        assert told.error is None, told.error
+        assert told.done
+        assert told.status == 200
+    for name in wanted.values.keys() | got.values.keys():
+        assert got.values.get(name) == wanted.values.get(name), name
+    assert got.numbers.keys() == wanted.numbers.keys()
+    for name, numbers in wanted.numbers.items():
+        assert got.numbers[name] == (pytest.approx(numbers, abs=numbers_within) if numbers_within else numbers)
+    assert got.fields == wanted.fields
+    require_one_answer(got)
+
+
+def require_one_answer(told: Told) -> None:
+    """What holds of every answer: one name and time, one role and one ending a choice, and usage at most once."""
+    assert len({(chunk["id"], chunk["created"], chunk["object"]) for chunk in told.chunks}) == 1
+    choices = [choice for chunk in told.chunks for choice in chunk["choices"]]
+    for index in {choice["index"] for choice in choices}:
+        of_one = [choice for choice in choices if choice["index"] == index]
+        assert [c["finish_reason"] is not None for c in of_one] == [False] * (len(of_one) - 1) + [True]
+        if "delta" in of_one[0]:
+            assert sum(c["delta"].get("role") is not None for c in of_one) == 1
+    assert sum(not chunk["choices"] for chunk in told.chunks) <= 1
+
+
+def pieces(told: Told) -> list[tuple[int, str]]:
+    """Of a stream with token ids: how many outputs there were after each chunk that brought some, and its text."""
+    count, found = 0, []
+    for chunk in told.chunks:
+        for choice in chunk["choices"]:
+            if ids := choice.get("token_ids"):
+                count += len(ids)
+                found.append((count, choice.get("text") or choice.get("delta", {}).get("content") or ""))
+    return found
+
+
+def seam(told: Told, *, after: int) -> tuple[int, str]:
+    """A place in a stream and the printable text around it, which occurs here for the first time: something to stop at.
+
+    Of the text the first half comes before the place, and the rest after it.
+    """
+    told_of, text = pieces(told), ""
+    for index, (count, said) in enumerate(told_of):
+        before = text[-HALF:]
+        behind = "".join(more for _, more in told_of[index : index + 2 * HALF])[:HALF]
+        around = before + behind
+        if count > after and said and around.isascii() and len(around) == 2 * HALF and around.isprintable():
+            whole = told.text("text") or told.text("content")
+            if whole.find(around) == len(text) - HALF:
+                return count - 1, around
+        text += said
+    raise AssertionError(f"no text to stop at after {after} tokens: {text!r}")
+
+
+HALF = 3
