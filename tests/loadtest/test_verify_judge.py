@@ -10,7 +10,6 @@ from midstream.loadtest.client import Answer
 from midstream.loadtest.verify.judge import (
     ADVICE,
     Interruption,
-    Judgement,
     Reading,
     Settling,
     Verdict,
@@ -187,4 +186,3 @@ def test_a_reading_keeps_what_was_wrong_with_an_answer() -> None:
     assert Reading.of(Answer(error={"code": "x"})).faults == ("error: {'code': 'x'}",)
     assert Reading.of(Answer(done=True)).faults == ("it did not end well",)
     assert Reading.of(Answer(violations=["half a character"])).faults == ("half a character",)
-    assert isinstance(judge((GOOD, GOOD), GOOD, Settling.GREEDY, EXACT), Judgement)
