@@ -36,6 +36,12 @@ class Told:
         """Its output token ids."""
         return list(self.values.get("choices.0.token_ids") or [])
 
+    @property
+    def usage(self) -> dict[str, Any] | None:
+        """Its counts, by name; None if it tells none."""
+        counts = {k.removeprefix("usage."): v for k, v in self.values.items() if k.startswith("usage.")}
+        return counts or None
+
     def text(self, name: str) -> str:
         """All texts whose name ends so, put together."""
         return "".join(v for k, v in self.values.items() if k.endswith(name) and isinstance(v, str))

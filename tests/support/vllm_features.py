@@ -5,7 +5,7 @@ one number: it is moved again). The names are those of docs/exactness.md.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from support.vllm_models import THINK_END_ID
@@ -39,13 +39,17 @@ TWO_CALLS = rf"Sure, wait\. {_WEATHER_CALL}\n{_TIME_CALL}"
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """One case. `alone`: it must have the engines to itself, so that fractions are equal, too."""
+    """One case. `alone`: it must have the engines to itself, so that fractions are equal, too.
+
+    `tier` is where the KV comes from; where that is the disk, a snapshot is stored a few tokens before the first cut.
+    """
 
     name: str
     path: str
     body: Mapping[str, Any]
     cuts: tuple[int, ...]
     alone: bool = False
+    tier: str = "held"
 
     @property
     def stream(self) -> bool:
@@ -144,6 +148,17 @@ FEATURES: tuple[Feature, ...] = (
     _text("chunked prefill", LONG_PROMPT, temperature=1, seed=7),
     _chat("stream_interval", stream_interval=5),
     _chat("skip_special_tokens", skip_special_tokens=False, ignore_eos=True, logit_bias={"2": 6}),
+    _chat("return_token_ids off", return_token_ids=None),
+    _chat("usage in every chunk", stream_options={"include_usage": True, "continuous_usage_stats": True}),
+    _chat("no usage", stream_options=None),
+    _chat("token offsets and prompt text", return_token_offsets=True, return_prompt_text=True),
+    _chat(
+        "continue_final_message",
+        messages=[{"role": "user", "content": STORY}, {"role": "assistant", "content": "Once"}],
+        continue_final_message=True, add_generation_prompt=False,
+    ),
+    _chat("names by id", logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True),
+    replace(_chat("from disk", temperature=0.9, seed=12, cuts=(25,)), tier="disk"),
     _chat("two moves", temperature=0.9, seed=11, cuts=(12, 30)),
     _chat("unseeded", temperature=0.9, alone=True),
     _chat("logprobs, chat", logprobs=True, top_logprobs=4, alone=True),
