@@ -111,11 +111,24 @@ async def _moved(rig: Rig, http: aiohttp.ClientSession, control: ControlClient, 
         for cut in feature.cuts:
             if feature.tier == "disk":
                 await _stored(control, session, before=cut)
-            await control.move(SessionId(session), tier=feature.tier, at=cut)
+            await _move(control, session, feature.tier, cut)
     except BaseException:
         telling.cancel()
         raise
     return await telling
+
+
+async def _move(control: ControlClient, session: str, tier: str, cut: int) -> None:
+    """Move a session as soon as it has so many outputs and is where the last move brought it."""
+    deadline_s = time.monotonic() + WAIT_S
+    while True:
+        try:
+            await control.move(SessionId(session), tier=tier, at=cut)
+            return
+        except Refused as refused:
+            if refused.reason != "busy" or time.monotonic() > deadline_s:
+                raise
+            await asyncio.sleep(0.02)
 
 
 async def _stored(control: ControlClient, session: str, *, before: int) -> None:
