@@ -104,6 +104,10 @@ class Coordinator(Protocol):
         """
         ...
 
+    def journaled(self, facts: SessionFacts, placement: Placement) -> int:
+        """How many outputs the placement's engine has journaled; 0 if it keeps no journal."""
+        ...
+
     def gave_up(self, facts: SessionFacts, placement: Placement) -> bool:
         """Whether the placement's engine noted that it did not finish the request, whatever its answer says."""
         ...

@@ -53,6 +53,10 @@ class Failover:
         """Returns when what the new owner computes may be sent. Raises Refused."""
         await self._coordinator.settled(self._facts, placement)
 
+    def journaled(self, placement: Placement) -> int:
+        """How many tokens the worker has written, as far as is known."""
+        return self._coordinator.journaled(self._facts, placement)
+
     def gave_up(self, placement: Placement) -> bool:
         """Whether the worker's own record says that it gave the request up, which its answer may not show."""
         return self._coordinator.gave_up(self._facts, placement)

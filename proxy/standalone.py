@@ -41,6 +41,10 @@ class OneWorker:
     def resumed(self, facts: SessionFacts, placement: Placement, gap_s: float) -> None:
         """Never called: nothing is taken over."""
 
+    def journaled(self, facts: SessionFacts, placement: Placement) -> int:
+        """Nothing is journaled here."""
+        return 0
+
     def gave_up(self, facts: SessionFacts, placement: Placement) -> bool:
         """Nothing is noted here."""
         return False

@@ -8,6 +8,7 @@ client's leaving. What to send is `splice`'s to decide, where to go on the coord
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import aiohttp
 from aiohttp import web
@@ -136,7 +137,9 @@ class StreamHandler:
         resume = placement.marker.resume
         progress = Progress(len(resume.outputs) if resume is not None else 0, knows_ids=self._splicer.knows_ids)
         unsettled = self._failover.pending
-        with Watch(answer, placement.interrupted, self._generation.settings.stall) as watch:
+        # Where every token is seen, silence speaks for itself.
+        journaled = None if self._splicer.knows_ids else partial(self._failover.journaled, placement)
+        with Watch(answer, placement.interrupted, self._generation.settings.stall, journaled) as watch:
             while True:
                 try:
                     data = await read_some(answer)

@@ -6,6 +6,7 @@ as it is: reading stops, and the engine goes on. It judges silence by `stall` al
 """
 
 import asyncio
+from collections.abc import Callable
 
 import aiohttp
 
@@ -17,10 +18,18 @@ _GRACE_S = 0.1
 
 
 class Watch:
-    """Use as a context manager around the reading of one answer."""
+    """Use as a context manager around the reading of one answer.
+
+    `journaled` tells how many tokens the engine has written so far, where its stream does not: parsers may hold all of
+    a thought or a tool call back. As long as that grows, silence is no stall.
+    """
 
     def __init__(
-        self, answer: aiohttp.ClientResponse, interrupted: "asyncio.Future[Reason]", policy: StallPolicy
+        self,
+        answer: aiohttp.ClientResponse,
+        interrupted: "asyncio.Future[Reason]",
+        policy: StallPolicy,
+        journaled: Callable[[], int] | None = None,
     ) -> None:
         self.reason: Reason | None = None
         self._answer = answer
@@ -32,6 +41,8 @@ class Watch:
         self.sending = False
         self._overdue = False
         self._is_patient = False
+        self._journaled = journaled
+        self._journal_len = 0
 
     def __enter__(self) -> "Watch":
         self._interrupted.add_done_callback(self._on_interrupted)
@@ -66,7 +77,7 @@ class Watch:
         # The timer is not moved at each token: it looks again when the silence could have become too long.
         self._timer = None
         now_s = self._loop.time()
-        if self.sending:
+        if self.sending or self._writes_on():
             self._rhythm.resume(now_s)
         remaining_s = self._rhythm.remaining_s(now_s)
         if remaining_s is None:
@@ -80,6 +91,13 @@ class Watch:
             # meanwhile is read within the grace.
             self._overdue = True
             self._timer = self._loop.call_later(_GRACE_S, self._look)
+
+    def _writes_on(self) -> bool:
+        """Whether the engine has journaled more since it was last asked."""
+        if self._journaled is None:
+            return False
+        before, self._journal_len = self._journal_len, self._journaled()
+        return self._journal_len > before
 
     def _on_interrupted(self, news: "asyncio.Future[Reason]") -> None:
         if not news.cancelled():

@@ -168,6 +168,12 @@ class SidecarCoordinator:
         """The new owner's stream went on."""
         self._settling.resumed(self._records[facts.session], gap_s)
 
+    def journaled(self, facts: SessionFacts, placement: Placement) -> int:
+        """How many outputs the owner's engine has journaled."""
+        owner = self._records[facts.session].owner
+        slot = owner.slot()
+        return 0 if slot is None else len(owner.journal(slot))
+
     def gave_up(self, facts: SessionFacts, placement: Placement) -> bool:
         """Whether the owner's engine noted in its arena that it did not finish the request."""
         slot = self._records[facts.session].owner.slot()

@@ -119,6 +119,18 @@ async def test_the_wait_for_kv_after_a_replay_is_no_stall(path: str) -> None:
 
 
 @both
+async def test_an_engine_that_writes_and_says_nothing_is_not_stalled(path: str) -> None:
+    engine = EventEngine(RICH, Script(gap_s=0.25), name="a")
+    engine.mute_from = 6
+    coordinator = ScriptedCoordinator(engine, EventEngine(RICH, name="b"))
+    settings = ProxySettings(stall=StallPolicy(floor_s=0.6, factor=1, ceiling_s=0.6))
+    async with proxied(coordinator, settings) as client:
+        got = await ask(client, path)
+    require_whole(got, path)
+    assert coordinator.of("take_over") == []
+
+
+@both
 async def test_a_worker_that_says_something_else_is_never_heard(path: str) -> None:
     other = EventAnswer((Item("reasoning", ("Let", " us", " think\n", "about", " 🦀")), *RICH.items[1:]))
     coordinator = ScriptedCoordinator(

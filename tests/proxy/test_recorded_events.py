@@ -1,4 +1,4 @@
-"""Streams that a real vLLM 0.32 wrote, as the proxy reads them: nothing in them is unknown, no name of theirs is kept."""
+"""Streams that a real vLLM 0.32 wrote, as the proxy reads them: all in them is understood, none of their names kept."""
 
 import json
 import re

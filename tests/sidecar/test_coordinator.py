@@ -2,153 +2,23 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
 
 import pytest
 
-from midstream.proxy.coordinator import Outcome, Placement, Reason, SessionFacts
-from midstream.session.arena import LoadState, create_arena
-from midstream.session.arena_writer import ArenaWriter, SlotWriter
+from midstream.proxy.coordinator import Outcome, Reason, SessionFacts
+from midstream.session.arena import LoadState
 from midstream.session.errors import Refused
 from midstream.session.ids import SessionId
-from midstream.session.key import REQUIRED
 from midstream.session.marker import KvSource
 from midstream.session.records import Slot
 from midstream.sidecar import coordinator as module
 from midstream.sidecar.choice import Tier
-from midstream.sidecar.coordinator import CoordinatorSettings, SidecarCoordinator
-from midstream.sidecar.metrics import Metrics
 from midstream.sidecar.mover.protocol import MoverError, RestoreResult, StoredResult, VerifyResult
 from midstream.sidecar.mover.protocol import Reason as MoverReason
 from midstream.sidecar.session_record import Place
 from midstream.sidecar.supervise import WorkerState
-from midstream.sidecar.workers import Epoch, Workers
-
-S = SessionId("5" * 32)
-HASH = "ab" * 16
-PROMPT_LEN = 5
-KEY = {name: name for name in REQUIRED}
-T = TypeVar("T")
-
-
-@dataclass
-class FakeMover:
-    """Says what a test has it say."""
-
-    verified: VerifyResult | MoverError = field(default_factory=lambda: VerifyResult(1000, 1000, 0, 0, 0))
-    found: StoredResult | MoverError = field(default_factory=lambda: StoredResult(False))
-    restored: RestoreResult | MoverError = field(default_factory=lambda: RestoreResult(True, seconds=0.1))
-    restores: list[tuple[tuple[Path, int] | None, Path, int]] = field(default_factory=list)
-    finished: list[tuple[SessionId, int]] = field(default_factory=list)
-    during: asyncio.Event | None = None
-
-    async def restore(
-        self,
-        session: SessionId,
-        *,
-        origin: SessionId | None = None,
-        source: tuple[Path, int] | None,
-        to_arena: Path,
-        to_generation: int,
-        deadline_s: float,
-    ) -> RestoreResult:
-        self.restores.append((source, to_arena, to_generation))
-        return said(self.restored)
-
-    async def verify(self, arena: Path, session: SessionId, generation: int) -> VerifyResult:
-        if self.during is not None:
-            await self.during.wait()
-        return said(self.verified)
-
-    async def stored(self, session: SessionId) -> StoredResult:
-        return said(self.found)
-
-    async def finish(self, session: SessionId, generation: int) -> None:
-        self.finished.append((session, generation))
-
-
-def said(what: T | MoverError) -> T:
-    """An answer, or the error that it is."""
-    if isinstance(what, MoverError):
-        raise what
-    return what
-
-
-class Engine:
-    """One epoch's writer; every session's slot by generation."""
-
-    def __init__(self, epoch: Epoch) -> None:
-        assert epoch.arena_path is not None
-        self.epoch = epoch
-        self.writer = ArenaWriter.open(epoch.arena_path)
-
-    def admit(self, placement: Placement, *tokens: int) -> SlotWriter:
-        """Take a placement's session up, and write tokens of its own."""
-        marker = placement.marker
-        outputs = marker.resume.outputs if marker.resume is not None else ()
-        slot = self.writer.admit(marker.session, marker.generation, PROMPT_LEN, HASH, outputs)
-        assert slot is not None
-        slot.set_blocks([1, 2, 3])
-        slot.append_tokens(tokens)
-        return slot
-
-
-class Rig:
-    """A coordinator with workers that start and die at a test's word."""
-
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        self.folder = folder
-        self.mover = FakeMover()
-        self.metrics = Metrics()
-        self.let_go: list[tuple[str, int]] = []
-        self.suspected: list[tuple[str, int, Reason]] = []
-        self.workers = Workers(let_go=lambda epoch: self.let_go.append(epoch.id))
-        stores = settings.pop("stores", False)
-        self.coordinator = SidecarCoordinator(
-            self.workers,
-            self.mover,
-            self.metrics,
-            CoordinatorSettings(**{"takeover_timeout_s": 5.0, "load_timeout_s": 0.2, **settings}),
-            stores=stores,
-            suspect=lambda *what: self.suspected.append(what),
-        )
-
-    def start(self, name: str, number: int = 1, *, adopted: bool = False, key: dict[str, str] | None = None) -> Engine:
-        known = {w.name: w for w in self.workers.all()}
-        worker = known.get(name) or self.workers.add(name, f"http://{name}")
-        arena = self.folder / f"{name}-{number}.arena"
-        create_arena(arena, slot_count=8, page_count=64)
-        engine = Engine(self.workers.begin_epoch(worker, number, arena))
-        self.workers.became(worker, WorkerState.STARTING)
-        pools = [f"{name}/{number}/0"]
-        engine.writer.publish({"engine": "vllm", "key": key or KEY, "pools": pools, "adopted": adopted})
-        self.workers.became(worker, WorkerState.READY)
-        self.coordinator.workers_changed()
-        return engine
-
-    def start_bare(self, name: str) -> None:
-        """An engine without the plugin."""
-        worker = self.workers.add(name, f"http://{name}")
-        self.workers.begin_epoch(worker, 1, None)
-        self.workers.became(worker, WorkerState.READY)
-
-    def die(self, engine: Engine, state: WorkerState = WorkerState.DEAD) -> None:
-        self.workers.became(self.workers.get(engine.epoch.worker), state)
-        self.coordinator.epoch_lost(engine.epoch, Reason.PROCESS_DEATH)
-
-    async def over(
-        self, last: Placement, *delivered: int, reason: Reason = Reason.PROCESS_DEATH, facts: SessionFacts | None = None
-    ) -> Placement:
-        return await self.coordinator.take_over(facts or asked(), last, reason, delivered)
-
-    def told(self) -> dict[str, Any]:
-        return self.coordinator.sessions()[-1]
-
-
-def asked(stream: bool = True, **body: Any) -> SessionFacts:
-    return SessionFacts(S, "/v1/completions", body, stream)
+from support.coordinating import HASH, KEY, PROMPT_LEN, Rig, S, asked
 
 
 @pytest.fixture
@@ -644,3 +514,24 @@ async def test_history_is_bounded_and_states_are_counted(rig: Rig) -> None:
     assert not idle.done()
     rig.coordinator.ended(asked(), "finished")
     await asyncio.wait_for(idle, 1)
+
+
+@pytest.mark.parametrize(
+    ("finish", "given_up"), [("", False), ("stop", False), ("length", False), ("abort", True), ("error", True)]
+)
+async def test_an_engine_that_gave_a_request_up_has_noted_it(rig: Rig, finish: str, given_up: bool) -> None:
+    engine = rig.start("w0")
+    placement = await rig.coordinator.admit(asked())
+    assert rig.coordinator.journaled(asked(), placement) == 0
+    slot = engine.admit(placement, 1, 2, 3)
+    if finish:
+        slot.finish(finish)
+    assert rig.coordinator.journaled(asked(), placement) == 3
+    assert rig.coordinator.gave_up(asked(), placement) is given_up
+
+
+async def test_an_engine_without_the_plugin_has_noted_nothing(rig: Rig) -> None:
+    rig.start_bare("w0")
+    placement = await rig.coordinator.admit(asked())
+    assert rig.coordinator.journaled(asked(), placement) == 0
+    assert not rig.coordinator.gave_up(asked(), placement)

@@ -303,6 +303,10 @@ class ScriptedCoordinator:
         else:
             self._outcome = Outcome.RECOMPUTED if resume.kv is KvSource.NONE else Outcome.EXACT
 
+    def journaled(self, facts: SessionFacts, placement: Placement) -> int:
+        """As many as the engine says."""
+        return len(self._engine(facts).journals.get(facts.session, ()))
+
     def gave_up(self, facts: SessionFacts, placement: Placement) -> bool:
         """Whether the engine noted that it did not finish the request."""
         return facts.session in self._engine(facts).given_up

@@ -27,6 +27,8 @@ class EventEngine(ScriptedEngine):
         self.told = told
         # How long a resumed request waits for its KV, after its replay.
         self.kv_wait_s = 0.0
+        # From this token on it says nothing until its answer is complete, as parsers that hold a call back.
+        self.mute_from: int | None = None
 
     @property
     def letter(self) -> str:
@@ -72,6 +74,7 @@ class EventEngine(ScriptedEngine):
         journal[:] = outputs
         events = self.events(request.path, len(outputs))
         ending = _last_text(events)
+        held: list[bytes] = []
         for index, event in enumerate(events):
             dies_in_ending = script.at is not None and script.at >= self.told.count and index > ending
             if script.at is not None and (event.after > script.at or dies_in_ending):
@@ -81,7 +84,11 @@ class EventEngine(ScriptedEngine):
                     await asyncio.sleep(self.kv_wait_s)
                 journal.extend(self.answer.ids[len(journal) : event.after])
                 await asyncio.sleep(script.gap_s)
-            await response.write(event.raw)
+            if self.mute_from is not None and self.mute_from < event.after:
+                held.append(event.raw)
+            else:
+                await response.write(event.raw)
+        await response.write(b"".join(held))
         await response.write_eof()
         return response
 
