@@ -71,7 +71,7 @@ def _advanced_grammar(original: Any) -> Any:
 
 def _governed(manager: Any, request: Any, outputs: list[int]) -> list[int]:
     """Those of the old outputs that the grammar has seen. Where a parser tells thoughts apart it begins after them."""
-    if not outputs or manager.reasoner_cls is None:
+    if not outputs or getattr(manager, "reasoner_cls", getattr(manager, "reasoner", None)) is None:
         return outputs
     begin, _ = manager._get_constraint_bounds(request, outputs, spec_tokens_committed=True)
     if begin > len(outputs):

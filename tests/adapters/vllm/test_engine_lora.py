@@ -35,10 +35,10 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def rig(adapters: tuple[Path, Path]) -> Iterator[Rig]:
-    """Two workers that can load adapters while they run, and have one from the start."""
+    """Two workers that load adapters while they run, have one from the start, and cache no prefixes."""
     rig = Rig(
-        "--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", "2", "--lora-modules", f"both={adapters[0]}",
-        workers=2, environ={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"},
+        "--no-enable-prefix-caching", "--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", "2",
+        "--lora-modules", f"both={adapters[0]}", workers=2, environ={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"},
     )  # fmt: skip
     try:
         rig.start()
