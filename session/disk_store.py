@@ -97,6 +97,11 @@ class DiskStore:
         """See Store.latest."""
         return next((found for _, found, _ in self._read(session, reversed(self._manifests(session)))), None)
 
+    def named(self, session: SessionId, snapshot: str) -> Manifest | None:
+        """See Store.named."""
+        paths = [path for path in self._manifests(session) if path.name == snapshot]
+        return next((found for _, found, _ in self._read(session, paths)), None)
+
     def list(self) -> Sequence[StoredSnapshot]:
         """See Store.list."""
         lines = []

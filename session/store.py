@@ -99,6 +99,10 @@ class Store(Protocol):
         """
         ...
 
+    def named(self, session: SessionId, snapshot: str) -> Manifest | None:
+        """The snapshot of a session with the name that `list` gives it, or None if there is none that can be read."""
+        ...
+
     def list(self) -> Sequence[StoredSnapshot]:
         """All snapshots that can be read, oldest first."""
         ...

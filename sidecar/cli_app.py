@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..session.errors import ConfigError
-from . import cli_check, cli_inspect, cli_loadtest, cli_run, cli_snapshots, cli_verify
+from . import cli_check, cli_inspect, cli_loadtest, cli_run, cli_sessions, cli_snapshots, cli_verify
 
 _HELP = """Keeps LLM answers going, at the exact token, when the worker that was writing them dies.
 
@@ -71,9 +71,9 @@ app.command("serve")(cli_run.serve)
 app.command("demo")(cli_run.demo)
 app.command("loadtest", context_settings={"allow_interspersed_args": False})(cli_loadtest.loadtest)
 app.command("status")(cli_inspect.status)
-app.command("sessions")(cli_inspect.sessions)
 app.command("doctor")(cli_check.doctor)
 app.command("verify", context_settings={"allow_interspersed_args": False})(cli_verify.verify)
 app.command("config")(cli_check.config)
 app.command("version")(cli_check.version)
+app.add_typer(cli_sessions.app, name="sessions")
 app.add_typer(cli_snapshots.app, name="snapshots")

@@ -1,4 +1,4 @@
-"""The commands that ask a running sidecar: `status`, `sessions`.
+"""`midstream status`, and what other commands need to ask a running sidecar and to show its answers.
 
 They render what its HTTP API answers and judge nothing; fields that are not known here are shown as they come.
 """
@@ -20,7 +20,6 @@ from .state_dir import listening_url, reachable_url
 _TIMEOUT_S = 5.0
 _ANSWER_BYTES_MAX = 64 << 20
 _WORKER_COLUMNS = ("name", "url", "state", "epoch", "pid", "sessions", "restarts")
-_SESSION_COLUMNS = ("session", "worker", "generation", "state", "tokens", "age_s", "path")
 
 Url = Annotated[
     Optional[str],  # noqa: UP045 - typer reads the annotation
@@ -41,24 +40,6 @@ def status(url: Url = None, as_json: AsJson = False, config: ConfigFile = None, 
     for part in ("holder", "mover"):
         show_facts(part.capitalize(), answer.get(part))
     show_facts("Sidecar", {k: v for k, v in answer.items() if k not in ("workers", "holder", "mover")})
-    return 0
-
-
-def sessions(url: Url = None, as_json: AsJson = False, config: ConfigFile = None, state_dir: StateDir = None) -> int:
-    """Show sessions in flight and their interruptions."""
-    answer = ask(
-        url or sidecar_url(settings_from(config, None, state_dir=state_dir).settings), "/midstream/v1/sessions"
-    )
-    if as_json:
-        print(json.dumps(answer))
-        return 0
-    found = [s for s in answer.get("sessions", []) if isinstance(s, Mapping)]
-    show_table("Sessions", _SESSION_COLUMNS, found)
-    interruptions = [line for session in found for line in _interruptions(session)]
-    if interruptions:
-        print("Interruptions")
-    for line in interruptions:
-        print(f"  {line}")
     return 0
 
 
@@ -138,16 +119,3 @@ def say(value: object) -> str:
         case float():
             return f"{value:.4g}"
     return str(value)
-
-
-def _interruptions(session: Mapping[str, Any]) -> list[str]:
-    found = [o for o in session.get("outcomes") or [] if isinstance(o, Mapping)]
-    return [
-        f"{session.get('session')}  {o.get('reason')}: {o.get('outcome')} from {o.get('tier')}, "
-        f"cut {say(o.get('cut'))}, lag {say(o.get('lag'))}, gap {_whole(o.get('gap_ms'))} ms"
-        for o in found
-    ]
-
-
-def _whole(value: object) -> str:
-    return f"{value:.0f}" if isinstance(value, int | float) else say(value)

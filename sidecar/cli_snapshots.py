@@ -1,4 +1,4 @@
-"""The commands that look into the store of snapshots: `snapshots list`, `show`, `verify`.
+"""The commands that look into the store of snapshots: `snapshots list`, `show`, `diff`, `verify`.
 
 They read beside the mover that writes, take no lock and change nothing.
 """
@@ -15,6 +15,7 @@ from ..session.errors import ConfigError, StoreError
 from ..session.ids import session_id
 from .cli_inspect import show_facts, show_table
 from .cli_options import AsJson, ConfigFile, StoreDir, settings_from
+from .snapshot_diff import compare
 
 if TYPE_CHECKING:
     from ..session.disk_store import DiskStore
@@ -51,6 +52,27 @@ def show(session: Session, store_dir: StoreDir = None, config: ConfigFile = None
     facts["chunks"] = f"{len(facts['chunks'])} chunks"
     show_facts(f"Snapshot of {session}", facts)
     return 0
+
+
+@app.command("diff")
+def diff(
+    first: Annotated[str, typer.Argument(help="A snapshot's name or a session's id, whose newest one is meant.")],
+    second: Annotated[str, typer.Argument(help="Another one.")],
+    store_dir: StoreDir = None,
+    config: ConfigFile = None,
+    as_json: AsJson = False,
+) -> int:
+    """Compare two moments: what they have in common, and where they part.
+
+    Exit status 1 when they differ in anything but how far they are.
+    """
+    store = _open(store_dir, config)
+    found = compare(_moment_of(store, first), _moment_of(store, second))
+    if as_json:
+        print(json.dumps(asdict(found)))
+    else:
+        show_facts(f"{first} and {second}", asdict(found))
+    return int(not found.same_run)
 
 
 @app.command("verify")
@@ -99,6 +121,17 @@ def _latest(store: "DiskStore", session: str) -> "Manifest":
     if found is None:
         raise StoreError(f"session {session}: no snapshot that can be read; `midstream snapshots list` shows all")
     return replace(found, key=dict(found.key))
+
+
+def _moment_of(store: "DiskStore", name: str) -> "Manifest":
+    for line in store.list():
+        if line.snapshot == name and (manifest := store.named(line.session, name)) is not None:
+            return manifest
+    try:
+        session_id(name)
+    except ValueError:
+        raise StoreError(f"no snapshot {name!r}; `midstream snapshots list` shows all") from None
+    return _latest(store, name)
 
 
 def _all_latest(store: "DiskStore") -> "list[Manifest]":

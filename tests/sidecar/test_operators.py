@@ -1,0 +1,216 @@
+"""Moves, snapshots and branches as the coordinator does them, over the control socket that operators use."""
+
+import asyncio
+import os
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from midstream.proxy.coordinator import Outcome, Placement, Reason, SessionFacts
+from midstream.proxy.policy import Policy
+from midstream.proxy.settings import ProxySettings
+from midstream.session.arena import LoadState
+from midstream.session.errors import EngineError, Refused
+from midstream.session.ids import SessionId
+from midstream.session.marker import KvSource
+from midstream.sidecar.choice import Tier
+from midstream.sidecar.control import SOCKET, Control, serving_control
+from midstream.sidecar.control_client import ControlClient
+from midstream.sidecar.mover.protocol import RestoreResult, StoredResult
+from support.coordinating import HASH, PROMPT_LEN, Rig, S, asked
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    rig = Rig(tmp_path, stores=True)
+    yield rig
+    for session in [told["session"] for told in rig.coordinator.sessions() if told["state"] not in ("finished",)]:
+        rig.coordinator.ended(SessionFacts(SessionId(session), "/v1/completions", {}, True), "finished")
+
+
+async def running(rig: Rig, *outputs: int, facts: SessionFacts | None = None) -> Placement:
+    """Two workers, and a session that the first one writes."""
+    first = rig.start("w0")
+    placement = await rig.coordinator.admit(facts or asked())
+    first.admit(placement, *outputs)
+    rig.start("w1")
+    return placement
+
+
+async def test_a_move_goes_to_another_worker_with_the_kv_of_the_one_that_lives(rig: Rig) -> None:
+    placement = await running(rig, 1, 2, 3)
+    assert await rig.coordinator.operators.move(S) == 3
+    assert placement.interrupted.result() is Reason.MOVE
+    taken = await rig.over(placement, 1, 2, reason=Reason.MOVE)
+    assert taken.worker == "w1"
+    assert taken.marker.resume is not None
+    assert (taken.marker.resume.kv, taken.marker.resume.outputs) == (KvSource.HELD, (1, 2, 3))
+    # Nobody suspects a worker because a session was moved.
+    assert rig.suspected == []
+    assert taken.fetched is not None
+    assert not taken.fetched.done()
+
+
+async def test_the_old_owner_is_needed_until_the_new_one_has_its_kv(rig: Rig) -> None:
+    placement = await running(rig, 1, 2)
+    await rig.coordinator.operators.move(S)
+    taken = await rig.over(placement, 1, reason=Reason.MOVE)
+    (standby,) = (w.current for w in rig.workers.all() if w.name == "w1")
+    assert standby is not None
+    slot = rig.engines["w1"].admit(taken)
+    slot.report(LoadState.WAITING, 0, 0)
+    rig.coordinator.resumed(asked(), taken, 0.1)
+    assert taken.fetched is not None
+    assert not taken.fetched.done()
+    slot.report(LoadState.DONE, PROMPT_LEN + 1, 1)
+    slot.append_tokens([3])
+    async with asyncio.timeout(5):
+        await taken.fetched
+    assert rig.coordinator.outcome(asked()) is Outcome.EXACT
+
+
+async def test_an_only_worker_takes_its_own_session_up(rig: Rig) -> None:
+    first = rig.start("w0")
+    placement = await rig.coordinator.admit(asked())
+    first.admit(placement, 1)
+    await rig.coordinator.operators.move(S)
+    taken = await rig.over(placement, reason=Reason.MOVE)
+    assert (taken.worker, taken.marker.generation) == ("w0", 2)
+    assert taken.marker.resume is not None
+    assert taken.marker.resume.kv is KvSource.HELD
+
+
+async def test_a_move_waits_for_the_cut_that_is_wanted(rig: Rig) -> None:
+    first = rig.start("w0")
+    placement = await rig.coordinator.admit(asked())
+    slot = first.admit(placement, 1)
+    moving = asyncio.create_task(rig.coordinator.operators.move(S, at=3))
+    await asyncio.sleep(0.02)
+    assert not moving.done()
+    slot.append_tokens([2, 3, 4])
+    assert await moving == 4
+
+
+@pytest.mark.parametrize(("tier", "kv"), [(Tier.DISK, KvSource.DISK), (Tier.JOURNAL, KvSource.NONE)])
+async def test_a_move_takes_kv_from_where_it_was_told_to(rig: Rig, tier: Tier, kv: KvSource) -> None:
+    placement = await running(rig, 1, 2, 3)
+    rig.mover.found = StoredResult(True, 1, PROMPT_LEN, HASH, PROMPT_LEN + 1, 2)
+    await rig.coordinator.operators.move(S, tier)
+    taken = await rig.over(placement, 1, reason=Reason.MOVE)
+    assert taken.marker.resume is not None
+    assert taken.marker.resume.kv is kv
+    assert len(taken.marker.resume.outputs) == (2 if tier is Tier.DISK else 3)
+
+
+async def test_what_cannot_be_moved_is_refused_and_goes_on(rig: Rig) -> None:
+    with pytest.raises(Refused, match="no session"):
+        await rig.coordinator.operators.move(S)
+    placement = await running(rig, 1)
+    with pytest.raises(Refused, match="take a snapshot first"):
+        await rig.coordinator.operators.move(S, Tier.DISK)
+    assert not placement.interrupted.done()
+    await rig.coordinator.operators.move(S)
+    with pytest.raises(Refused, match="is being taken up already"):
+        await rig.coordinator.operators.move(S)
+
+
+async def test_a_branch_goes_on_from_the_live_kv_of_its_parent_with_its_seed(rig: Rig) -> None:
+    parent = SessionFacts(S, "/v1/completions", {"prompt": "x"}, stream=False, seed=11)
+    await running(rig, 1, 2, 3, facts=parent)
+    facts, placement = await rig.coordinator.operators.fork(S, 2, {"temperature": 1.5})
+    assert facts.session != S
+    assert (facts.parent, facts.seed, facts.body["temperature"]) == (S, 11, 1.5)
+    assert placement.marker.resume is not None
+    assert (placement.marker.resume.outputs, placement.marker.resume.kv) == ((1, 2), KvSource.HELD)
+    assert (placement.marker.resume.prompt_hash, placement.expected) == (HASH, (1, 2))
+    await asyncio.sleep(0)
+    assert rig.mover.origins == [S]
+    rig.coordinator.ended(facts, "finished")
+    # The parent goes on as if nothing had been.
+    assert [told["state"] for told in rig.coordinator.sessions()] == ["finished", "running"]
+
+
+async def test_a_branch_of_an_ended_session_goes_on_from_its_snapshot(rig: Rig) -> None:
+    placement = await running(rig, 1, 2, 3)
+    rig.mover.found = StoredResult(True, 1, PROMPT_LEN, HASH, PROMPT_LEN + 2, 3)
+    rig.engines[placement.worker].finish("stop")
+    rig.coordinator.ended(asked(), "finished")
+    facts, branch = await rig.coordinator.operators.fork(S, 3, {"max_tokens": 50})
+    assert branch.marker.resume is not None
+    assert (branch.marker.resume.outputs, branch.marker.resume.kv) == ((1, 2, 3), KvSource.DISK)
+    rig.coordinator.ended(facts, "finished")
+
+
+@pytest.mark.parametrize("at", [0, 4])
+async def test_a_branch_begins_at_an_output_that_there_is(rig: Rig, at: int) -> None:
+    await running(rig, 1, 2, 3)
+    with pytest.raises(Refused, match="give --at 1 to 3"):
+        await rig.coordinator.operators.fork(S, at, {})
+
+
+async def test_where_exact_is_demanded_a_recomputed_takeover_is_refused(rig: Rig) -> None:
+    facts = SessionFacts(S, "/v1/completions", {}, stream=True, policy=Policy.EXACT)
+    placement = await running(rig, 1, 2, facts=facts)
+    rig.die(rig.engines[placement.worker])
+    taken = await rig.over(placement, 1, facts=facts)
+    slot = rig.engines["w1"].admit(taken)
+    rig.mover.restored = RestoreResult(False, reason="checksum")
+    slot.report(LoadState.FAILED, 0, 6)
+    with pytest.raises(Refused, match="which its policy forbids") as refused:
+        await rig.coordinator.settled(facts, taken)
+    assert refused.value.reason == "not_exact"
+    rig.coordinator.ended(facts, "failed")
+    assert rig.told()["outcomes"][-1]["outcome"] == "refused"
+
+
+async def test_where_exact_is_demanded_a_session_without_kv_is_refused_at_once_or_begun_anew(rig: Rig) -> None:
+    facts = SessionFacts(S, "/v1/completions", {}, stream=True, policy=Policy.EXACT)
+    placement = await running(rig, 1, 2, facts=facts)
+    with pytest.raises(Refused, match="which its policy forbids"):
+        await rig.over(placement, 1, reason=Reason.MISMATCH, facts=facts)
+    rig.coordinator.ended(facts, "failed")
+    again = await rig.coordinator.admit(facts)
+    rig.engines[again.worker].admit(again, 1, 2)
+    # The client has nothing yet: a new run is as good as the old one.
+    fresh = await rig.over(again, reason=Reason.MISMATCH, facts=facts)
+    assert (fresh.marker.resume, fresh.expected) == (None, ())
+
+
+async def test_where_exact_is_demanded_a_worker_that_cannot_is_not_chosen(rig: Rig) -> None:
+    facts = SessionFacts(S, "/v1/completions", {}, stream=True, policy=Policy.EXACT)
+    rig.start("w0", inexact=["spec_decode"])
+    with pytest.raises(Refused, match="w0: spec_decode") as refused:
+        await rig.coordinator.admit(facts)
+    assert refused.value.reason == "not_exact"
+    rig.start("w1")
+    assert (await rig.coordinator.admit(facts)).worker == "w1"
+
+
+async def test_the_control_socket_is_the_owners_alone_and_answers_in_words(rig: Rig, tmp_path: Path) -> None:
+    await running(rig, 1, 2, 3)
+    control = Control(rig.coordinator, ProxySettings())
+    async with serving_control(tmp_path, control), ControlClient(tmp_path) as client:
+        assert stat.S_IMODE(os.stat(tmp_path / SOCKET).st_mode) == 0o600
+        with pytest.raises(Refused, match="no session"):
+            await client.move(SessionId("9" * 32))
+        with pytest.raises(Refused, match="give held, disk or journal"):
+            await client.move(S, tier="in-place")
+        with pytest.raises(Refused, match="after its first token"):
+            await client.move(S, at=0)
+        with pytest.raises(Refused, match="prompt cannot be set"):
+            _ = [piece async for piece in client.fork(S, 1, {"prompt": "y"})]
+        rig.mover.found = StoredResult(True, 1, PROMPT_LEN, HASH, PROMPT_LEN + 1, 2)
+        assert (await client.snapshot(S))["kv_len"] == PROMPT_LEN + 1
+        assert await client.move(S) == 3
+        async with (
+            aiohttp.ClientSession("http://x", connector=aiohttp.UnixConnector(str(tmp_path / SOCKET))) as http,
+            http.post(f"/sessions/{S}/move", data=b"{not json") as answer,
+        ):
+            assert (answer.status, (await answer.json())["error"]["code"]) == (400, "bad_request")
+    assert not (tmp_path / SOCKET).exists()
+    with pytest.raises(EngineError, match="is it running"):
+        async with ControlClient(tmp_path) as client:
+            await client.move(S)
