@@ -41,7 +41,7 @@ TWO_CALLS = rf"Sure, wait\. {_WEATHER_CALL}\n{_TIME_CALL}"
 class Feature:
     """One case. `alone`: it must have the engines to itself, so that fractions are equal, too.
 
-    `tier` is where the KV comes from; where that is the disk, a snapshot is stored a few tokens before the first cut.
+    `outcome` is what its moves come to. `tier` is where the KV comes from; where that is the disk, a snapshot is stored a few tokens before the first cut.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Feature:
     cuts: tuple[int, ...]
     alone: bool = False
     tier: str = "held"
+    outcome: str = "exact"
 
     @property
     def stream(self) -> bool:
@@ -164,6 +165,11 @@ FEATURES: tuple[Feature, ...] = (
     _chat("logprobs, chat", logprobs=True, top_logprobs=4, alone=True),
     _text("logprobs, completions", logprobs=3, alone=True),
     _chat("logprobs of chosen ids", logprobs=True, logprob_token_ids=[260, 338], alone=True),
+    replace(
+        _chat("logprobs, unstreamed", stream=False, stream_options=None, logprobs=True, top_logprobs=2, alone=True),
+        # What they were of the tokens so far died with the engine, and nobody has them.
+        outcome="restarted",
+    ),
     _chat("unstreamed", stream=False, stream_options=None, alone=True),
     _chat(
         "unstreamed tool call", "Weather?", stream=False, stream_options=None, alone=True, tools=[WEATHER, TIME],

@@ -177,13 +177,21 @@ def test_nobody_can_tell_a_moved_answer_from_an_undisturbed_one(
         assert case.moved.usage == case.plain.usage
         assert case.moved.fields == case.plain.fields
     else:
-        assert differences(case.plain, case.moved, within=1e-5 if feature.alone else 1e-3) == []
-    outcomes = [(o["reason"], o["outcome"], o["tier"], o["tokens_recomputed"]) for o in case.outcomes]
-    assert outcomes == [("move", "exact", feature.tier, 1)] * len(feature.cuts), case.outcomes
+        assert differences(case.plain, case.moved, within=_within(feature)) == []
+    assert [(o["reason"], o["outcome"]) for o in case.outcomes] == [("move", feature.outcome)] * len(feature.cuts)
+    if feature.outcome == "exact":
+        # Nothing but the newest token's KV was computed again.
+        kv = [(o["tier"], o["tokens_recomputed"]) for o in case.outcomes]
+        assert kv == [(feature.tier, 1)] * len(feature.cuts), case.outcomes
     if feature.tier == "disk":
         assert case.outcomes[0]["lag"] > 0, case.outcomes
     if feature.stream:
-        assert case.moved.report.startswith(f"midstream outcome=exact takeovers={len(feature.cuts)} ")
+        assert case.moved.report.startswith(f"midstream outcome={feature.outcome} takeovers={len(feature.cuts)} ")
     else:
         told = case.moved.headers["X-Midstream-Outcome"], case.moved.headers["X-Midstream-Takeovers"]
-        assert told == ("exact", str(len(feature.cuts)))
+        assert told == (feature.outcome, str(len(feature.cuts)))
+
+
+def _within(feature: Feature) -> float:
+    """How far apart fractions may be: alone on an engine, and with nothing prefilled again, not at all."""
+    return 1e-6 if feature.alone and feature.outcome == "exact" else 1e-3
