@@ -41,7 +41,8 @@ TWO_CALLS = rf"Sure, wait\. {_WEATHER_CALL}\n{_TIME_CALL}"
 class Feature:
     """One case. `alone`: it must have the engines to itself, so that fractions are equal, too.
 
-    `outcome` is what its moves come to. `tier` is where the KV comes from; where that is the disk, a snapshot is stored a few tokens before the first cut.
+    `outcome` is what its moves come to. `tier` is where the KV comes from; where that is the disk, a snapshot is stored
+    a few tokens before the first cut.
     """
 
     name: str
