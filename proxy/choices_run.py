@@ -22,6 +22,8 @@ from .choices_report import Report
 from .coordinator import Placement
 from .dialects import openai
 from .generation import Generation
+from .prompt_ask import graft_of, with_all_ids, with_part
+from .prompt_part import PromptPart, StreamGraft
 from .sse import encode_comment, encode_event
 from .stream import StreamHandler
 from .unary import UnaryHandler
@@ -35,13 +37,22 @@ Start = Callable[[int], Coroutine[Any, Any, web.StreamResponse]]
 
 
 class ChoicesHandler:
-    """One request with several choices. `answer` is what the id of their answer is made of."""
+    """One request with several choices.
+
+    `told` is what is known of each prompt besides, and `answer` what the id of their answer is made of.
+    """
 
     def __init__(
-        self, parts: Sequence[Part], generations: Sequence[Generation], placements: Sequence[Placement], answer: str
+        self,
+        parts: Sequence[Part],
+        started: Sequence[tuple[Generation, Placement]],
+        told: Sequence[PromptPart | None],
+        answer: str,
     ) -> None:
+        generations = [generation for generation, _ in started]
         self._generations = generations
-        self._placements = placements
+        self._placements = [placement for _, placement in started]
+        self._told = [told[part.prompt] for part in parts]
         self._prompts = [part.prompt for part in parts]
         self._sessions = [generation.facts.session for generation in generations]
         self._answer = answer
@@ -58,10 +69,15 @@ class ChoicesHandler:
         mouth = _Mouth(self._request, merged, self._sessions, running.give_up_others)
 
         async def start(index: int) -> web.StreamResponse:
-            def respond(kept: "CIMultiDict[str]") -> web.StreamResponse:
-                return _Voice(mouth, index, kept)
+            generation = self._generations[index]
+            graft = graft_of(generation, self._told[index])
+            if graft is not None:
+                generation = with_all_ids(generation)
 
-            return await StreamHandler(self._generations[index], respond).run(self._placements[index])
+            def respond(kept: "CIMultiDict[str]") -> web.StreamResponse:
+                return _Voice(mouth, index, kept, graft)
+
+            return await StreamHandler(generation, respond).run(self._placements[index])
 
         async with running:
             running.start(start)
@@ -78,7 +94,8 @@ class ChoicesHandler:
         answers: dict[int, web.Response] = {}
 
         async def start(index: int) -> web.StreamResponse:
-            return await UnaryHandler(self._generations[index]).run(self._placements[index])
+            answer = await UnaryHandler(self._generations[index]).run(self._placements[index])
+            return with_part(answer, self._told[index], self._request)
 
         async with _Running(self._generations) as running:
             running.start(start)
@@ -225,10 +242,11 @@ class _Mouth:
 class _Voice(web.StreamResponse):
     """What a choice's handler takes for the response to its client."""
 
-    def __init__(self, mouth: _Mouth, index: int, kept: "CIMultiDict[str]") -> None:
+    def __init__(self, mouth: _Mouth, index: int, kept: "CIMultiDict[str]", graft: StreamGraft | None) -> None:
         super().__init__(headers=kept)
         self._mouth = mouth
         self._index = index
+        self._graft = graft
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         """Wait for the other choices."""
@@ -237,7 +255,7 @@ class _Voice(web.StreamResponse):
 
     async def write(self, data: bytes | bytearray | memoryview) -> None:
         """Send some events of this choice."""
-        await self._mouth.write(self._index, bytes(data))
+        await self._mouth.write(self._index, bytes(data) if self._graft is None else self._graft.take(bytes(data)))
 
     async def write_eof(self, data: bytes = b"") -> None:
         """This choice is over; the stream is not."""

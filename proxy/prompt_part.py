@@ -7,13 +7,13 @@ says nothing changes but the offsets of its tokens' text. It does not know who i
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from .dialects import openai
+from .dialects.hiding import Hiding, hide_ids
 from .sse import Event, SseParser, encode_event
 
 Body = dict[str, Any]
@@ -22,8 +22,9 @@ Raws = dict[str, msgspec.Raw]
 _FIELDS = ("echo", "prompt_logprobs")
 # How an answer goes on and ends is nothing to its prompt, and some of it forbids an answer of one token.
 _OF_THE_OUTPUT = frozenset(
-    {"n", "seed", "stream_options", "min_tokens", "stop", "stop_token_ids", "max_completion_tokens", "ignore_eos"}
-    | {"structured_outputs", "response_format", "logit_bias", "bad_words", "allowed_token_ids", "top_logprobs"}
+    {"n", "seed", "stream", "stream_options", "min_tokens", "max_completion_tokens", "ignore_eos", "top_logprobs"}
+    | {"structured_outputs", "response_format", "logit_bias", "bad_words", "allowed_token_ids"}
+    | {"stop", "stop_token_ids"}
 )
 _OFFSETS = re.compile(rb'((?<!\\)"text_offset"\s*:\s*\[)([\d,\s]*)\]')
 
@@ -66,7 +67,6 @@ class _Choice(msgspec.Struct):
     text: str = ""
     logprobs: Raws | None = None
     prompt_logprobs: msgspec.Raw = _NULL
-    prompt_token_ids: msgspec.Raw = _NULL
 
 
 class _Answer(msgspec.Struct):
@@ -81,14 +81,13 @@ class PromptPart:
     text: str = ""
     logprobs: Raws | None = None
     prompt_logprobs: bytes = b"null"
-    prompt_token_ids: bytes = b"null"
     text_len: int = 0
 
     @classmethod
     def of(cls, raw: bytes, *, echo: bool, chat: bool) -> "PromptPart":
-        """Read the answer to a question: a whole body, or a stream. Raises NoPromptPart."""
+        """Read the answer to a question. Raises NoPromptPart."""
         try:
-            answer = _first_chunk(raw) if raw.startswith(b"data:") else msgspec.json.decode(raw, type=_Answer)
+            answer = msgspec.json.decode(raw, type=_Answer)
             [choice] = answer.choices
             if chat or not echo:
                 return cls(prompt_logprobs=bytes(answer.prompt_logprobs if chat else choice.prompt_logprobs))
@@ -96,7 +95,6 @@ class PromptPart:
                 choice.text,
                 choice.logprobs,
                 bytes(choice.prompt_logprobs),
-                bytes(choice.prompt_token_ids),
                 _text_len(choice.logprobs),
             )
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError, KeyError) as error:
@@ -114,13 +112,15 @@ class PromptPart:
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError, KeyError) as error:
             raise NoPromptPart(f"the engine's answer has no room for its prompt: {error!r}") from error
 
-    def first_chunk(self, data: bytes) -> bytes:
-        """The data of a stream's first chunk, with the prompt's part."""
+    def first_chunk(self, data: bytes, hiding: Hiding | None) -> bytes:
+        """The data of a stream's first chunk with the prompt's part; vLLM shows its ids in it, asked or not."""
         body = msgspec.json.decode(data, type=Raws)
         [choice] = msgspec.json.decode(body["choices"], type=list[Raws])
         edited: dict[str, Any] = self._grafted(choice)
-        if self.prompt_token_ids != b"null" and "prompt_token_ids" in choice:
-            edited["prompt_token_ids"] = msgspec.Raw(self.prompt_token_ids)
+        if hiding is Hiding.NULL:
+            edited["token_ids"] = None
+        elif hiding is Hiding.ABSENT:
+            edited.pop("token_ids", None)
         return msgspec.json.encode({**body, "choices": [edited]})
 
     def shifted(self, raw: bytes) -> bytes:
@@ -161,10 +161,11 @@ class PromptPart:
 
 
 class StreamGraft:
-    """Puts the prompt's part into one stream, whose bytes come as they are sent."""
+    """Puts the prompt's part into one stream, whose bytes come as they are sent, with all ids in them."""
 
-    def __init__(self, part: PromptPart, event_bytes_max: int) -> None:
+    def __init__(self, part: PromptPart, hiding: Hiding | None, event_bytes_max: int) -> None:
         self._part = part
+        self._hiding = hiding
         self._parser = SseParser(event_bytes_max)
         self._begun = False
 
@@ -177,9 +178,10 @@ class StreamGraft:
         if data is None or data == openai.DONE or (chunk := openai.decode_chunk(data)) is None or not chunk.choices:
             return event.raw
         if self._begun:
-            return self._part.shifted(event.raw)
+            raw = self._part.shifted(event.raw)
+            return raw if self._hiding is None else hide_ids(raw, self._hiding)
         self._begun = True
-        return encode_event(self._part.first_chunk(data))
+        return encode_event(self._part.first_chunk(data, self._hiding))
 
 
 def _text_len(logprobs: Raws | None) -> int:
@@ -189,11 +191,3 @@ def _text_len(logprobs: Raws | None) -> int:
     offsets = msgspec.json.decode(logprobs["text_offset"], type=list[int])
     tokens = msgspec.json.decode(logprobs["tokens"], type=list[str])
     return offsets[-1] + len(tokens[-1]) if tokens else 0
-
-
-def _first_chunk(raw: bytes) -> _Answer:
-    events: Sequence[Event] = SseParser(len(raw)).feed(raw)
-    for event in events:
-        if event.data is not None and event.data != openai.DONE:
-            return msgspec.json.decode(event.data, type=_Answer)
-    raise ValueError("no chunk in it")

@@ -17,6 +17,7 @@ from .dialects.by_path import CHAT_PATH, SESSION_PATHS, events_of
 from .eligible import NO_SESSION, why_not_resumable
 from .passthrough import Passthrough
 from .policy import Policy, policy_of
+from .prompt_part import is_asked_for, rest
 from .request import encode_body, parse_body, without_transfer_fields
 from .sessions import Sessions
 from .settings import ProxySettings
@@ -122,7 +123,8 @@ class _Requests:
         has_choices = events_of(request.path) is None
         count, choices_max = count_of(body, chat=chat) if has_choices else 1, self._settings.choices_max
         one = single(body, chat=chat) if has_choices and count <= choices_max else body
-        obstacle = why_not_resumable(one, request.path)
+        about_prompt = has_choices and is_asked_for(one, chat=chat)
+        obstacle = why_not_resumable(rest(one) if about_prompt else one, request.path)
         if policy is Policy.OFF or obstacle in NO_SESSION:
             return await self._passthrough.forward(request, raw if body is asked else encode_body(body))
         if obstacle is not None and policy is Policy.EXACT:
@@ -133,7 +135,8 @@ class _Requests:
         try:
             self._hold_copies(request, parts)
             with self._counted(len(parts) - 1):
-                return await self._sessions.run(request, parts, policy, obstacle or "")
+                about_prompt = about_prompt and obstacle is None
+                return await self._sessions.run(request, parts, policy, obstacle or "", about_prompt=about_prompt)
         except BadBody as bad:
             return bad.problem.response(request.headers, request.path)
 

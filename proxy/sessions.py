@@ -7,6 +7,7 @@ exactly once.
 import random
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 
 from aiohttp import web
 
@@ -21,6 +22,8 @@ from .failover import Failover
 from .generation import Generation
 from .kept import Kept
 from .policy import Policy
+from .prompt_ask import OBSTACLE, ask, graft_of, respond_with, with_all_ids, with_part
+from .prompt_part import PromptPart, question, rest
 from .request import Outgoing, wants_seed, wishes_of
 from .settings import ProxySettings
 from .stream import StreamHandler
@@ -44,29 +47,64 @@ class Sessions:
         self._random = random.SystemRandom()
 
     async def run(
-        self, request: web.Request, parts: Sequence[Part], policy: Policy, obstacle: str
+        self, request: web.Request, parts: Sequence[Part], policy: Policy, obstacle: str, *, about_prompt: bool = False
     ) -> web.StreamResponse:
-        """Answer one request; each of its parts is a session."""
+        """Answer one request; each of its parts is a session. `about_prompt`: it asks for something of its prompts."""
         parent = uuid.uuid4().hex if len(parts) > 1 else ""
         seed = self._random.getrandbits(31)
+        told: Sequence[PromptPart | None] = [None] * (parts[-1].prompt + 1)
+        try:
+            if about_prompt:
+                answer = await self._ask_about_prompts(request, parts, parent)
+                if isinstance(answer, web.Response):
+                    return answer
+                told = answer
+                parts = [replace(part, body=rest(part.body)) for part in parts]
+            facts = [self._facts(request, part, policy, obstacle, parent, seed) for part in parts]
+            started = await self._admitted(request, facts)
+        except Refused as error:
+            return problems.refused(error).response(request.headers, request.path)
+        if parent:
+            return await ChoicesHandler(parts, started, told, parent).run()
+        generation, placement = started[0]
+        if not generation.facts.stream:
+            return with_part(await UnaryHandler(generation).run(placement), told[0], request)
+        graft = graft_of(generation, told[0])
+        if graft is None:
+            return await StreamHandler(generation).run(placement)
+        return await StreamHandler(with_all_ids(generation), respond_with(graft)).run(placement)
+
+    async def _admitted(
+        self, request: web.Request, several: Sequence[SessionFacts]
+    ) -> list[tuple[Generation, Placement]]:
+        """All of some sessions, or none. Raises Refused."""
         started: list[tuple[Generation, Placement]] = []
         try:
-            for part in parts:
-                facts = self._facts(request, part, policy, obstacle, parent, seed)
+            for facts in several:
                 placement = await self._coordinator.admit(facts)
                 started.append((self._generation(request, facts, request.raw_path), placement))
-        except BaseException as error:
+        except BaseException:
             for generation, _ in started:
                 generation.failover.ended("cancelled")
-            if isinstance(error, Refused):
-                return problems.refused(error).response(request.headers, request.path)
             raise
-        if parent:
-            generations, placements = zip(*started, strict=True)
-            return await ChoicesHandler(parts, generations, placements, parent).run()
-        generation, placement = started[0]
-        handler = StreamHandler(generation) if generation.facts.stream else UnaryHandler(generation)
-        return await handler.run(placement)
+        return started
+
+    async def _ask_about_prompts(
+        self, request: web.Request, parts: Sequence[Part], parent: str
+    ) -> "list[PromptPart] | web.Response":
+        """What belongs to each prompt in the answer, or the answer itself. Raises Refused."""
+        first = {part.prompt: part.body for part in reversed(parts)}
+        bodies = [first[prompt] for prompt in sorted(first)]
+        # The same question can be asked again of any worker: its answer needs not be exact for the session to be.
+        facts = [
+            SessionFacts(new_session_id(), request.path, rest(body), False, Policy.BEST_EFFORT, OBSTACLE, parent=parent)
+            for body in bodies
+        ]
+        questions = [
+            (replace(generation, outgoing=Outgoing(question(body), None)), placement)
+            for body, (generation, placement) in zip(bodies, await self._admitted(request, facts), strict=True)
+        ]
+        return await ask(questions, echo=bool(bodies[0].get("echo")))
 
     async def branch(self, request: web.Request, facts: SessionFacts, placement: Placement) -> web.StreamResponse:
         """Stream a session that begins with another's outputs; `placement` is where it goes on from these."""

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from midstream.proxy.dialects.hiding import Hiding
 from midstream.proxy.eligible import why_not_resumable
 from midstream.proxy.prompt_part import NoPromptPart, PromptPart, StreamGraft, is_asked_for, question, rest
 from midstream.proxy.sse import BUFFER_BYTES_MAX
@@ -107,15 +108,22 @@ def test_prompt_logprobs_are_put_where_either_api_has_them() -> None:
     assert json.loads(part.whole(encoded(chat), chat=True)) == chat | {"prompt_logprobs": PROMPT_LOGPROBS}
 
 
-@given(sizes=st.lists(st.integers(1, 60), min_size=1, max_size=9), asked=st.booleans())
-def test_a_stream_begins_with_the_prompt_however_its_bytes_are_split(sizes: list[int], asked: bool) -> None:
+@given(
+    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=9),
+    asked=st.booleans(),
+    hiding=st.sampled_from([None, *Hiding]),
+)
+def test_a_stream_begins_with_the_prompt_however_its_bytes_are_split(
+    sizes: list[int], asked: bool, hiding: Hiding | None
+) -> None:
     told = logprobs(TOKENS, first=None) if asked else None
-    answer = chunk("".join(TOKENS), told, prompt_token_ids=[1, 2, 3, 4]) + b"data: [DONE]\n\n"
-    graft = StreamGraft(PromptPart.of(answer, echo=True, chat=False), BUFFER_BYTES_MAX)
+    part = PromptPart.of(encoded(whole("".join(TOKENS), told)), echo=True, chat=False)
+    graft = StreamGraft(part, hiding, BUFFER_BYTES_MAX)
     starts = [sum(map(len, OUTPUT[:i])) for i in range(3)]
     stream = b": waiting\n\n"
     for text, start in zip(OUTPUT, starts, strict=True):
-        stream += chunk(text, logprobs([text], start=start) if asked else None)
+        ids = {"token_ids": [start], "prompt_token_ids": None if start else [1, 2, 3, 4]}
+        stream += chunk(text, logprobs([text], start=start) if asked else None, **ids)
     stream += b'data: {"choices":[],"usage":{"prompt_tokens":4}}\n\ndata: [DONE]\n\n'
     got, position = b"", 0
     while position < len(stream):
@@ -128,6 +136,14 @@ def test_a_stream_begins_with_the_prompt_however_its_bytes_are_split(sizes: list
     choices = [c["choices"][0] for c in chunks]
     assert "".join(choice["text"] for choice in choices) == "".join(TOKENS + OUTPUT)
     assert [choice["prompt_token_ids"] for choice in choices] == [[1, 2, 3, 4], None, None]
+    for choice, start in zip(choices, starts, strict=True):
+        match hiding:
+            case None:
+                assert choice["token_ids"] == [start]
+            case Hiding.NULL:
+                assert choice["token_ids"] is None
+            case Hiding.ABSENT:
+                assert "token_ids" not in choice
     if asked:
         offsets = [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
         assert offsets == logprobs(TOKENS + OUTPUT)["text_offset"]
@@ -137,7 +153,7 @@ def test_a_stream_begins_with_the_prompt_however_its_bytes_are_split(sizes: list
         assert all(choice["logprobs"] is None for choice in choices)
 
 
-@pytest.mark.parametrize("raw", [b"", b"[]", b"{}", b'{"choices":[]}', b"data: [DONE]\n\n", b"data: {}\n\n", b"\xff"])
+@pytest.mark.parametrize("raw", [b"", b"[]", b"{}", b'{"choices":[]}', b"\xff"])
 def test_an_answer_that_tells_nothing_of_the_prompt_is_named(raw: bytes) -> None:
     with pytest.raises(NoPromptPart, match="about the prompt"):
         PromptPart.of(raw, echo=True, chat=False)
