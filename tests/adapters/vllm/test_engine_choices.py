@@ -93,3 +93,91 @@ async def test_choices_of_a_killed_worker_go_on_while_the_others_stream(rig: Rig
     assert got.usage == before.usage
     assert got.report == ("exact", 2)
     await rig.ready(http)
+
+
+ECHOES: dict[str, dict[str, Any]] = {
+    "echo": completion(PROMPTS[0], echo=True, **SEEDED),
+    "echo and logprobs": completion(PROMPTS, n=2, echo=True, logprobs=2, **SEEDED),
+    "echo and ids": completion(PROMPTS, echo=True, logprobs=0, return_token_ids=True, **SEEDED),
+    "echo of ids": completion([504, 2365, 282], echo=True, logprobs=1, **SEEDED),
+    "prompt logprobs": completion(PROMPTS, n=2, prompt_logprobs=2, **SEEDED),
+    "echo and prompt logprobs": completion(PROMPTS[0], echo=True, logprobs=1, prompt_logprobs=3, **SEEDED),
+    "chat": chat("Name three colours.", n=2, prompt_logprobs=1, **SEEDED),
+}
+
+
+def settled(told: Any) -> Any:
+    """An answer without what differs from request to request, and numbers as far as they do not."""
+    match told:
+        case dict():
+            return {name: settled(value) for name, value in told.items() if name not in ("id", "created")}
+        case list():
+            return [settled(value) for value in told]
+        case float():
+            return pytest.approx(told, abs=1e-3)
+    return told
+
+
+@pytest.mark.parametrize("name", ECHOES)
+async def test_an_answer_has_of_its_prompt_what_the_engine_alone_would_have_sent(
+    rig: Rig, http: aiohttp.ClientSession, name: str
+) -> None:
+    await rig.ready(http)
+    [url, *_] = [w["url"] for w in await rig.sidecar.workers(http)]
+    body = {"return_token_ids": False, **ECHOES[name]}
+    direct = await ask_several(http, url, body)
+    proxied = await ask_several(http, rig.sidecar.url, body, X_Midstream_Policy="exact")
+    assert (direct.error, proxied.error) == (None, None)
+    [alone], [through] = direct.raw, proxied.raw
+    assert {name: value for name, value in through.items() if name not in ("id", "created")} == settled(alone)
+
+
+@pytest.mark.parametrize("name", [name for name in ECHOES if name.startswith("echo")])
+async def test_a_stream_begins_with_its_prompt_as_the_engines_own_does(
+    rig: Rig, http: aiohttp.ClientSession, name: str
+) -> None:
+    await rig.ready(http)
+    [url, *_] = [w["url"] for w in await rig.sidecar.workers(http)]
+    body = {"return_token_ids": False, **ECHOES[name], "stream": True} | {"prompt_logprobs": None}
+    direct = await ask_several(http, url, body)
+    proxied = await ask_several(http, rig.sidecar.url, body, X_Midstream_Policy="exact")
+    assert (direct.error, proxied.error) == (None, None)
+    assert joined(proxied) == settled(joined(direct))
+    assert set(shapes(proxied)) == set(shapes(direct))
+    assert proxied.usage == direct.usage
+
+
+def joined(told: Several) -> dict[int, dict[str, Any]]:
+    """Each choice of a stream as if it had come in one chunk."""
+    whole: dict[int, dict[str, Any]] = {}
+    for chunk in told.raw:
+        for choice in chunk["choices"]:
+            so_far = whole.setdefault(choice["index"], {"text": "", "finish": None, "prompt_ids": [], "ids": []})
+            so_far["text"] += choice["text"]
+            so_far["finish"] = choice["finish_reason"] or so_far["finish"]
+            so_far["prompt_ids"] += choice["prompt_token_ids"] or []
+            so_far["ids"] += choice["token_ids"] or []
+            for key, values in (choice["logprobs"] or {}).items():
+                so_far.setdefault(key, []).extend(values)
+    return whole
+
+
+async def test_an_echoed_answer_survives_its_worker(rig: Rig, http: aiohttp.ClientSession) -> None:
+    await rig.ready(http)
+    body = completion(PROMPTS[0], echo=True, logprobs=1, **{**SEEDED, "max_tokens": 48}) | {"stream": True}
+    before = await ask_several(http, rig.sidecar.url, body)
+    killing: list[asyncio.Task[list[str]]] = []
+
+    async def kill() -> list[str]:
+        return kill_worker((await rig.sidecar.serving(http))["pid"], Victim.TREE)
+
+    def look(told: Several) -> None:
+        if not killing and told.token_count(0) >= 10:
+            killing.append(asyncio.create_task(kill()))
+
+    got = await ask_several(http, rig.sidecar.url, body, look)
+    assert await killing[0]
+    assert got.error is None
+    assert joined(got) == settled(joined(before))
+    assert got.report == ("exact", 1)
+    await rig.ready(http)
