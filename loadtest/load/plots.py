@@ -27,19 +27,21 @@ def draw_plots(folder: Path, passed: Sequence[Passed]) -> list[Path]:
         ("itl.png", "Inter-token latency", "ms", {p.name: _itls(p) for p in passed}),
     ):
         figure, axes = pyplot.subplots(figsize=(8, 4.5))
-        for label, found in values.items():
+        for index, (label, found) in enumerate(values.items()):
             if found:
                 points = cumulative(found)
-                axes.step([x for x, _ in points], [100 * y for _, y in points], where="post", label=label)
+                x, y = [value for value, _ in points], [100 * share for _, share in points]
+                # The same colour in each plot, whichever others are empty there.
+                axes.step(x, y, where="post", label=label, color=f"C{index}")
         axes.set(title=title, xlabel=unit, ylabel="share of all, %", xscale="log")
         drawn.append(_save(figure, axes, folder / name))
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    for one in passed:
+    for index, one in enumerate(passed):
         rates = tokens_per_second(one.records)
-        [line] = axes.plot(range(len(rates)), rates, label=one.name)
+        axes.plot(range(len(rates)), rates, label=one.name, color=f"C{index}")
         for entry in one.faults:
             if entry.hit:
-                axes.axvline(entry.at_s, color=line.get_color(), linestyle=":", linewidth=0.8)
+                axes.axvline(entry.at_s, color=f"C{index}", linestyle=":", linewidth=0.8)
     axes.set(title="Tokens at the clients", xlabel="s (dotted: faults)", ylabel="tokens a second")
     drawn.append(_save(figure, axes, folder / "tokens.png"))
     return drawn

@@ -27,6 +27,8 @@ class Mark:
 
 def distributions(series: Mapping[str, Sequence[float]], unit: str) -> str:
     """One row for each series: its values as dots, its median as a bar; "" where there is nothing."""
+    # A series has the same colour in each plot, whichever others are empty there.
+    colours = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(series)}
     found = {name: sorted(v for v in values if v > 0) for name, values in series.items()}
     found = {name: values for name, values in found.items() if values}
     if not found:
@@ -45,7 +47,7 @@ def distributions(series: Mapping[str, Sequence[float]], unit: str) -> str:
         parts.append(_words(at, height - BOTTOM + 16, f"{10**power:g} {unit}", "middle"))
     for row, (name, values) in enumerate(found.items()):
         y = TOP + ROW * row + ROW / 2
-        colour = _COLOURS[row % len(_COLOURS)]
+        colour = colours[name]
         parts.append(_words(LEFT - 10, y + 4, name, "end"))
         step = max(len(values) // POINTS_MAX, 1)
         parts += [
