@@ -8,6 +8,8 @@ import aiohttp
 import pytest
 
 from midstream.session.arena import SlotState
+from midstream.session.ids import SessionId
+from midstream.sidecar.control_client import ControlClient
 from support.several import Several, ask_several
 from support.sidecars import MODEL, Sidecar, until
 
@@ -78,6 +80,26 @@ async def test_choices_of_killed_workers_go_on_at_the_exact_token(
     assert got.counts == before.counts
     assert got.report[0] == "exact"
     assert got.report[1] >= 2 * len(victims)
+
+
+async def test_one_choice_can_be_moved_by_itself(shared: Sidecar, http: aiohttp.ClientSession) -> None:
+    await shared.ready(http)
+    body = {**ASKED, "stream": True}
+    before = await ask_several(http, shared.url, body)
+    moving: list[asyncio.Task[int]] = []
+
+    def look(told: Several) -> None:
+        if not moving and told.token_count(2) >= 10:
+            moving.append(asyncio.create_task(control.move(SessionId(told.sessions[2]))))
+
+    async with ControlClient(shared.process.state_dir) as control:
+        got = await ask_several(http, shared.url, body, look)
+        assert await moving[0] >= 10
+    assert got.done
+    assert got.in_order == before.in_order
+    assert got.report == ("exact", 1)
+    moved = [s["session"] for s in await shared.sessions(http) if s["session"] in got.sessions and s["outcomes"]]
+    assert moved == [got.sessions[2]]
 
 
 async def test_an_unstreamed_answer_of_several_choices_survives_too(

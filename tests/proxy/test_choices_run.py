@@ -16,6 +16,7 @@ from midstream.proxy.settings import ProxySettings
 from midstream.session.errors import Refused
 from support.answers import Answer, Voice
 from support.proxying import Client, Got, proxied
+from support.raw_engine import SSE_HEAD, RawEngine, chunked, read_request
 from support.scripted import Fate, Script, ScriptedCoordinator, ScriptedEngine, Seen
 
 
@@ -222,6 +223,34 @@ async def test_a_client_that_leaves_gives_up_every_choice(stream: bool) -> None:
         while len(coordinator.of("ended")) < 4:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert coordinator.of("ended") == [("ended", "cancelled")] * 4
+
+
+async def test_no_choice_is_read_faster_than_the_client_reads() -> None:
+    event = b'data: {"id":"a","choices":[{"index":0,"text":"' + b"x" * 100_000 + b'"}]}\n\n'
+    written_bytes = 0
+
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal written_bytes
+        await read_request(reader)
+        writer.write(SSE_HEAD)
+        while written_bytes < 600_000_000:
+            writer.write(chunked(event))
+            await writer.drain()
+            written_bytes += len(event)
+
+    asked = {"prompt": "x", "stream": True, "n": 3}
+    async with (
+        proxied(ScriptedCoordinator(RawEngine(peer))) as client,
+        client.session.post(client.url + "/v1/completions", json=asked) as got,
+    ):
+        await got.content.read(100)
+        before = -1
+        while before != written_bytes:
+            before = written_bytes
+            await asyncio.sleep(0.5)
+        got.close()
+    # What lies in between are the kernel's socket buffers and the bounded ones of both libraries, for each choice.
+    assert before < 200_000_000
 
 
 async def test_a_refusal_of_one_choice_at_the_door_refuses_all() -> None:
