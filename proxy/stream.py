@@ -63,16 +63,20 @@ class StreamHandler:
                 return await self._close()
             return await self._fail(problem)
         except asyncio.CancelledError:
-            ending = "cancelled"
+            ending = self._when_left()
             raise
         except ConnectionError:
             # Only writing to the client raises this here: it has left.
-            ending = "cancelled"
+            ending = self._when_left()
             return self._response or web.Response(status=499)
         finally:
             await self._waiting.stop()
             self._generation.kept.let_go()
             self._failover.ended(ending, len(self._splicer.delivered))
+
+    def _when_left(self) -> str:
+        """The ending of a session whose client leaves now: one that has everything may."""
+        return "finished" if self._closed else "cancelled"
 
     async def _go_through_workers(self, placement: Placement) -> Problem | None:
         while True:

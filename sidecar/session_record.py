@@ -94,8 +94,11 @@ def wants_logprobs(body: dict[str, Any]) -> bool:
 
 def has_settled(record: Record, slot: Slot | None) -> bool:
     """Whether the new owner's engine has said all about its KV that it will say."""
-    if slot is None or record.plan is None or not record.plan.outputs or record.plan.finish:
+    if record.plan is None or not record.plan.outputs or record.plan.finish:
         return True
+    if slot is None:
+        # An engine's front end replays what was journaled before its core has entered the session in the arena.
+        return record.owner.epoch.arena is None
     if slot.state is not SlotState.LIVE or slot.loaded + slot.recomputed > 0:
         return True
     return len(record.owner.journal(slot)) > slot.resumed

@@ -13,7 +13,7 @@ import pytest
 from midstream.proxy.coordinator import Reason
 from midstream.proxy.settings import ProxySettings
 from midstream.session.errors import Refused
-from support.answers import Answer
+from support.answers import DONE, Answer, Voice
 from support.proxying import proxied
 from support.raw_engine import SSE_HEAD, RawEngine, chunked, read_request
 from support.scripted import Fate, Script, ScriptedCoordinator, ScriptedEngine
@@ -165,6 +165,31 @@ async def test_a_client_that_leaves_ends_the_engines_work_within_a_second(at_tok
         assert time.monotonic() - left_s < 1
         await asyncio.sleep(0.05)
     assert coordinator.of("ended") == [("ended", "cancelled")]
+
+
+async def test_a_client_that_leaves_as_soon_as_it_has_everything_was_served() -> None:
+    # The engine's connection stays open after [DONE], and the client does not wait for its end.
+    left = asyncio.Event()
+
+    async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        voice = Voice(ANSWER, chat=False, wants_ids=True)
+        said = voice.tokens(0, 8, first=True, finish=ANSWER.finish) + DONE
+        writer.write(SSE_HEAD + chunked(said))
+        await left.wait()
+
+    coordinator = ScriptedCoordinator(RawEngine(peer))
+    async with proxied(coordinator) as client:
+        body = {"prompt": "x", "stream": True}
+        async with client.session.post(client.url + "/v1/completions", json=body) as answer:
+            while not (await answer.content.readuntil(b"\n\n")).endswith(b"[DONE]\n\n"):
+                pass
+            answer.close()
+        async with asyncio.timeout(5):
+            while not coordinator.of("ended"):  # noqa: ASYNC110 (nobody tells that it has ended)
+                await asyncio.sleep(0.01)
+        left.set()
+    assert coordinator.of("ended") == [("ended", "finished")]
 
 
 async def test_an_unstreamed_client_that_leaves_ends_the_engines_work_too() -> None:

@@ -151,6 +151,22 @@ async def test_a_branch_begins_at_an_output_that_there_is(rig: Rig, at: int) -> 
         await rig.coordinator.operators.fork(S, at, {})
 
 
+async def test_a_replay_that_is_ahead_of_its_engine_is_not_judged_yet(rig: Rig) -> None:
+    placement = await running(rig, 1, 2, 3)
+    rig.die(rig.engines[placement.worker])
+    taken = await rig.over(placement, 1)
+    # The front end has replayed, and the client has got, what was journaled; the core knows nothing of it yet.
+    rig.coordinator.resumed(asked(), taken, 0.1)
+    assert rig.told()["outcomes"][-1]["outcome"] == ""
+    slot = rig.engines["w1"].admit(taken)
+    slot.report(LoadState.DONE, PROMPT_LEN + 2, 1)
+    slot.append_tokens([4])
+    async with asyncio.timeout(5):
+        while not rig.told()["outcomes"][-1]["outcome"]:  # noqa: ASYNC110 (nobody is told when it is known)
+            await asyncio.sleep(0.01)
+    assert rig.told()["outcomes"][-1]["outcome"] == "exact"
+
+
 async def test_where_exact_is_demanded_a_recomputed_takeover_is_refused(rig: Rig) -> None:
     facts = SessionFacts(S, "/v1/completions", {}, stream=True, policy=Policy.EXACT)
     placement = await running(rig, 1, 2, facts=facts)
