@@ -20,18 +20,25 @@ class RequestError(EngineError):
 
 
 class Fields:
-    """Typed reading of a body; null counts as absent, as OpenAI clients send it."""
+    """Typed reading of a body; null counts as absent, as OpenAI clients send it. It notes what was asked for."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._body = body
+        self._asked: set[str] = set()
+
+    @property
+    def unread(self) -> list[str]:
+        """The fields that are there and that nobody has asked for, in their order."""
+        return [name for name, value in self._body.items() if value is not None and name not in self._asked]
 
     def get(self, name: str) -> Any:
         """A field as it is; None when absent."""
+        self._asked.add(name)
         return self._body.get(name)
 
     def flag(self, name: str, default: bool) -> bool:
         """A boolean."""
-        value = self._body.get(name)
+        value = self.get(name)
         if value is None:
             return default
         if not isinstance(value, bool):
@@ -40,14 +47,14 @@ class Fields:
 
     def text(self, name: str) -> str | None:
         """A text, or None."""
-        value = self._body.get(name)
+        value = self.get(name)
         if value is not None and not isinstance(value, str):
             raise RequestError(f"{name} must be a text, not {value!r:.80}", param=name)
         return value
 
     def mapping(self, name: str) -> Mapping[str, Any]:
         """An object; empty when absent."""
-        value = self._body.get(name)
+        value = self.get(name)
         if value is None:
             return {}
         if not isinstance(value, dict):
@@ -56,7 +63,7 @@ class Fields:
 
     def number(self, name: str, default: float, least: float, most: float, *, above_least: bool = False) -> float:
         """A finite number within bounds."""
-        value = self._body.get(name)
+        value = self.get(name)
         if value is None:
             return default
         known = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
@@ -72,7 +79,7 @@ class Fields:
 
     def optional_whole(self, name: str, least: int, most: int = 1 << 31) -> int | None:
         """A whole number within bounds, or None."""
-        value = self._body.get(name)
+        value = self.get(name)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:

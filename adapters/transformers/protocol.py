@@ -1,7 +1,7 @@
 """What a client may ask for: request bodies, checked and frozen. Pure.
 
-Owns validation of OpenAI completions and chat requests. Invariant: a field that this server knows and cannot honour is
-refused by name, never ignored; fields that nobody knows are ignored, as OpenAI servers do. It does not tokenize.
+Owns validation of OpenAI completions and chat requests. Invariant: a field that this server cannot honour is refused by
+name, never ignored, and so is one that it does not know: who can tell what it would have changed? It does not tokenize.
 """
 
 from collections.abc import Mapping
@@ -40,6 +40,23 @@ _UNSUPPORTED = (
     "chat_template",
     "documents",
     "prediction",
+)
+# What a field says that asks for nothing. A zero is not among them: there are fields where it asks for something.
+_NOTHING: tuple[object, ...] = (None, False, "", [], {})
+# Known fields that change nothing of an answer here: names and labels, and what concerns caches, tools and queues, of
+# which there are none.
+_INDIFFERENT = frozenset(
+    {
+        "user",
+        "safety_identifier",
+        "metadata",
+        "store",
+        "service_tier",
+        "cache_salt",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "parallel_tool_calls",
+    }
 )
 
 
@@ -123,10 +140,10 @@ def parse(kind: Kind, body: object) -> Request:
     if options and not stream:
         raise RequestError("stream_options only goes with stream: true", param="stream_options")
     chat = kind is Kind.CHAT
-    return Request(
+    request = Request(
         kind=kind,
         model=fields.text("model"),
-        prompt=_messages(body) if chat else _prompt(body),
+        prompt=_messages(fields.get("messages")) if chat else _prompt(fields.get("prompt")),
         params=_sampling(kind, fields),
         stream=stream,
         include_usage=Fields(options).flag("include_usage", False),
@@ -138,6 +155,10 @@ def parse(kind: Kind, body: object) -> Request:
         request_id=fields.text("request_id"),
         marker=_marker(fields),
     )
+    for name in fields.unread:
+        if name not in _INDIFFERENT:
+            raise RequestError(f"{name!r:.80} is not known to this engine; leave it out", param=name)
+    return request
 
 
 def _sampling(kind: Kind, fields: "Fields") -> SamplingParams:
@@ -147,9 +168,8 @@ def _sampling(kind: Kind, fields: "Fields") -> SamplingParams:
         if top and not wanted:
             raise RequestError("top_logprobs only goes with logprobs: true", param="top_logprobs")
         logprobs = top if wanted else None
-        max_tokens = fields.optional_whole("max_completion_tokens", 1)
-        if max_tokens is None:
-            max_tokens = fields.optional_whole("max_tokens", 1)
+        newer, older = (fields.optional_whole(name, 1) for name in ("max_completion_tokens", "max_tokens"))
+        max_tokens = older if newer is None else newer
     else:
         logprobs = fields.optional_whole("logprobs", 0, TOP_LOGPROBS_MAX)
         max_tokens = fields.whole("max_tokens", 16, 1, 1 << 31)
@@ -183,8 +203,12 @@ def _refuse_unsupported(fields: "Fields") -> None:
         if fields.whole(name, 1, 1, 1 << 31) != 1:
             raise RequestError(f"{name} must be 1: this engine writes one answer a request", param=name)
     for name in _UNSUPPORTED:
-        if fields.get(name):
+        if not _is_nothing(fields.get(name)):
             raise RequestError(f"{name} is not supported by this engine; leave it out", param=name)
+    if fields.get("priority") not in (None, 0):
+        raise RequestError(
+            "priority is not supported by this engine, which serves in turn; leave it out", param="priority"
+        )
     kind = fields.mapping("response_format").get("type", "text")
     if kind != "text":
         raise RequestError(
@@ -196,8 +220,11 @@ def _refuse_unsupported(fields: "Fields") -> None:
         raise RequestError('modalities must be ["text"]', param="modalities")
 
 
-def _prompt(body: dict[str, Any]) -> str | TokenIds:
-    prompt = body.get("prompt")
+def _is_nothing(value: object) -> bool:
+    return any(type(value) is type(nothing) and value == nothing for nothing in _NOTHING)
+
+
+def _prompt(prompt: object) -> str | TokenIds:
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str):
@@ -209,8 +236,7 @@ def _prompt(body: dict[str, Any]) -> str | TokenIds:
     return TokenIds(_token_ids(prompt, "prompt"))
 
 
-def _messages(body: dict[str, Any]) -> Messages:
-    messages = body.get("messages")
+def _messages(messages: object) -> Messages:
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be a list that is not empty", param="messages")
     return Messages(tuple(_message(index, message) for index, message in enumerate(messages)))

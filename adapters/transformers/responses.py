@@ -74,6 +74,9 @@ class Shape:
         choice: dict[str, Any] = {"index": 0}
         choice |= {"delta": {"content": piece.text}} if chat else {"text": piece.text}
         choice["logprobs"] = self._logprobs(piece.logprobs)
+        if piece.logprobs is None and self._request.params.logprobs is not None:
+            # Tokens of before a failover: theirs are not known here, but where the text goes on is.
+            self._offset += sum(len(self._token(token)) for token in piece.token_ids)
         choice["finish_reason"] = None if piece.finish is None else piece.finish.value
         if piece.finish is not None or not chat:
             choice["stop_reason"] = piece.stop_reason

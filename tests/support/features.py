@@ -4,7 +4,7 @@ Owns the list. Each feature is a request that would come out differently if what
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from support.moving import seam
@@ -29,8 +29,9 @@ CHAT: dict[str, Any] = {
 class Feature:
     """One row: what is asked for, in words and as a request, and what an interrupted answer is.
 
-    `unstreamed` is the same for an answer in one piece ("" where there is none to be had). `given` makes fields (and a
-    cut) of the plain answer. `sessions` is how many choices there are; `fine` is how the answer ends.
+    `unstreamed` is the same for an answer in one piece ("" where there is none to be had). `given` makes fields of the
+    plain answer, and a cut that must be met to the token. `sessions` is how many choices there are, `finish` how each
+    of them ends.
     """
 
     name: str
@@ -43,7 +44,6 @@ class Feature:
     tier: str = "held"
     sessions: int = 1
     given: Callable[[Told], tuple[int, dict[str, Any]]] | None = None
-    needs: tuple[str, ...] = field(default=())
 
 
 def _stopping(**more: Any) -> Callable[[Told], tuple[int, dict[str, Any]]]:
@@ -65,7 +65,7 @@ def _stopping_at_id(plain: Told) -> tuple[int, dict[str, Any]]:
 FEATURES: tuple[Feature, ...] = (
     Feature("greedy", "`temperature: 0`", GREEDY),
     Feature("greedy, first token", "`temperature: 0`, cut at the first token", GREEDY, cuts=(1,)),
-    Feature("several moves", "moved after 8, 20 and 32 tokens", GREEDY, cuts=(8, 20, 32)),
+    Feature("several moves", "moved after 8, 40 and 80 tokens", {**GREEDY, "max_tokens": 260}, cuts=(8, 40, 80)),
     Feature("chat", "`/v1/chat/completions`", CHAT),
     Feature("temperature", "`temperature: 1.3`", {**SAMPLED, "temperature": 1.3}),
     Feature("top_p", "`top_p: 0.8`", {**SAMPLED, "top_p": 0.8}),

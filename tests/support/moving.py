@@ -6,24 +6,30 @@ feature from another.
 """
 
 import asyncio
+import os
+import signal
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import aiohttp
-import pytest
 
 from midstream.loadtest.harness import SidecarProcess
+from midstream.session.arena import ArenaReader, SlotState
 from midstream.session.errors import Refused
 from midstream.session.ids import SessionId
+from midstream.session.ticket import worker_dir
 from midstream.sidecar.control_client import ControlClient
-from support.told import Told, tell
+from support.told import Told, differences, tell
 
 Body = Mapping[str, Any]
+Result = TypeVar("Result")
 ADMISSION_S = 60.0
 MOVE_S = 120.0
+TRIES = 8
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 REPORT = {"X-Midstream-Report": "1"}
@@ -31,9 +37,9 @@ REPORT = {"X-Midstream-Report": "1"}
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request: when to move it, and from where its KV comes then; a request for several choices is so many sessions.
+    """One request: after how many outputs to move it (never, if none), and from where its KV is to come then.
 
-    Without `ats` it is undisturbed. `held_back` outputs more are waited for before the first move is ordered.
+    A request for several choices is so many `sessions`, each of which is moved.
     """
 
     body: Body
@@ -78,7 +84,7 @@ class Stage:
         if asked.get("stream"):
             asked["stream_options"] = {"include_usage": True, **asked.get("stream_options", {})}
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        return await tell(self.http, self.process.url + path, asked, **{**REPORT, **named})
+        return await tell(self.http, self.process.url + path, asked, on_headers=None, **{**REPORT, **named})
 
     async def moved(self, body: Body, *ats: int, tier: str = "held", **headers: str) -> Moved:
         """The answer to one request that is moved once it has as many outputs, again and again."""
@@ -101,16 +107,61 @@ class Stage:
                 await asyncio.gather(asking, *moving)
         return [await self._ended(asking, names, moving) for asking, names, moving in running]
 
+    async def moved_at(self, body: Body, at: int, **headers: str) -> Moved:
+        """The answer to a request that is moved after exactly so many outputs, or one more.
+
+        Its worker is stopped there, and goes on when the answer is complete: nothing else must run. On a busy machine
+        it may go too far, or be done, before it is stopped: then once more.
+        """
+        for _ in range(TRIES):
+            moved = await self._stopped_at(body, at, headers)
+            if moved is not None and moved.cuts[0] <= at + 1:
+                return moved
+        raise AssertionError(f"{TRIES} times it had gone too far beyond token {at} before it was stopped")
+
+    async def _stopped_at(self, body: Body, at: int, headers: Mapping[str, str]) -> Moved | None:
+        await self.ready()
+        known = await self._sessions()
+        async with self._still():
+            asking = asyncio.create_task(self.tell(body, **headers))
+            [name] = await self._new(known, 1, asking)
+            workers = {w["name"]: w for w in await self.process.workers(self.http)}
+            worker = workers[(await self._told(name))["worker"]]
+            arena = worker_dir(self.process.state_dir, worker["name"]) / f"{worker['epoch']}.arena"
+            stopping = asyncio.create_task(asyncio.to_thread(_stop_at, worker["pid"], arena, name, at))
+        cuts = []
+        try:
+            async with asyncio.timeout(MOVE_S):
+                await stopping
+                try:
+                    cuts.append(await self.control.move(name))
+                    await asking
+                except Refused as refused:
+                    if refused.reason not in ("no_session", "ended"):
+                        raise
+        finally:
+            os.kill(worker["pid"], signal.SIGCONT)
+        told = await asking
+        return Moved(told, tuple(cuts), tuple((await self._told(name))["outcomes"]), (name,)) if cuts else None
+
     async def _move(self, name: SessionId, ask: Ask, asking: "asyncio.Task[Told]") -> list[int]:
-        return [await self._moved_at(name, at, ask.tier, asking) for at in ask.ats]
+        if ask.tier == "disk":
+            await self._when_possible(asking, ("no_snapshot", "session"), lambda: self.control.snapshot(name))
+        # All of them are ordered at once: an answer must not be over before its last one is.
+        return list(await asyncio.gather(*(self._moved_at(name, at, ask.tier, asking) for at in ask.ats)))
 
     async def _moved_at(self, name: SessionId, at: int, tier: str, asking: "asyncio.Task[Told]") -> int:
+        # Busy: the move before this one is not over yet.
+        return await self._when_possible(asking, ("busy",), lambda: self.control.move(name, tier=tier, at=at))
+
+    async def _when_possible(
+        self, asking: "asyncio.Task[Told]", not_yet: Sequence[str], ask: Callable[[], Awaitable[Result]]
+    ) -> Result:
         while True:
             try:
-                return await self.control.move(name, tier=tier, at=at)
+                return await ask()
             except Refused as refused:
-                # The move before this one is not over yet.
-                if refused.reason != "busy" or asking.done():
+                if refused.reason not in not_yet or asking.done():
                     raise
             await asyncio.sleep(0.002)
 
@@ -150,6 +201,9 @@ class Stage:
     async def _sessions(self) -> set[str]:
         return {session["session"] for session in await self.process.sessions(self.http)}
 
+    async def _told(self, name: SessionId) -> dict[str, Any]:
+        return next(s for s in await self.process.sessions(self.http) if s["session"] == name)
+
     async def _new(self, known: set[str], count: int, asking: "asyncio.Task[Told]") -> list[SessionId]:
         """The sessions of a request that has just been sent."""
         async with asyncio.timeout(ADMISSION_S):
@@ -159,18 +213,24 @@ class Stage:
         return [SessionId(name) for name in new]
 
 
-def require_equal(got: Told, wanted: Told, *, numbers_within: float = 0.0) -> None:
-    """No reader could tell the two apart, whatever they look at. `numbers_within`: but for so much in logprobs."""
+def _stop_at(pid: int, arena: Path, session: SessionId, outputs: int) -> None:
+    """SIGSTOP a worker when a session has so many outputs. Shared memory makes no noise, so this has to look."""
+    deadline_s = time.monotonic() + MOVE_S
+    with closing(ArenaReader(arena)) as reader:
+        while time.monotonic() < deadline_s:
+            slot = reader.find(session)
+            if slot is not None and (slot.state is not SlotState.LIVE or len(reader.journal(slot)) >= outputs):
+                os.kill(pid, signal.SIGSTOP)
+                return
+            time.sleep(0.0002)
+    raise AssertionError(f"no token {outputs} within {MOVE_S:g} s")
+
+
+def require_equal(got: Told, wanted: Told, *, within: float = 0.0) -> None:
+    """No reader could tell the two apart, whatever they look at. `within`: but for so much in logprobs."""
     for told in (got, wanted):
-        assert told.error is None, told.error
-        assert told.done
-        assert told.status == 200
-    for name in wanted.values.keys() | got.values.keys():
-        assert got.values.get(name) == wanted.values.get(name), name
-    assert got.numbers.keys() == wanted.numbers.keys()
-    for name, numbers in wanted.numbers.items():
-        assert got.numbers[name] == (pytest.approx(numbers, abs=numbers_within) if numbers_within else numbers)
-    assert got.fields == wanted.fields
+        assert (told.status, told.done, told.error) == (200, True, None)
+    assert differences(wanted, got, within=within) == []
     require_one_answer(got)
 
 

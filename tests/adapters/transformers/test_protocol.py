@@ -29,6 +29,11 @@ def chat(**fields: Any) -> Any:
         ({"suffix": "x"}, "suffix"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"priority": 1}, "priority"),
+        ({"some_future_field": 0}, "some_future_field"),
+        ({"top_logprobs": 1}, "top_logprobs"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
@@ -71,6 +76,8 @@ def test_a_wrong_field_of_a_completion_is_named(fields: dict[str, Any], name: st
     [
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"prompt": "x"}, "prompt"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "x"}]}, "messages"),
@@ -91,8 +98,9 @@ def test_a_body_that_is_no_object_is_refused() -> None:
         parse(Kind.CHAT, [1])
 
 
-def test_what_nobody_knows_is_ignored_and_null_is_absent() -> None:
-    request = completion(user="me", some_future_field=1, temperature=None, stop=None, n=None)
+def test_what_changes_nothing_here_is_taken_and_null_is_absent() -> None:
+    names = {"user": "me", "metadata": {"a": "b"}, "cache_salt": "x", "parallel_tool_calls": False, "priority": 0}
+    request = completion(**names, some_future_field=None, temperature=None, stop=None, n=None)
     assert request.params.temperature == 1.0
     assert request.params.stop == ()
     assert request.params.max_tokens == 16
@@ -168,6 +176,17 @@ def test_completion_logprobs_carry_offsets_over_chunks() -> None:
         "top_logprobs": [{"B": -0.1, "A": -0.5}],
     }
     assert (second["text_offset"], second["token_logprobs"]) == ([1], [-9999.0])
+
+
+def test_offsets_go_on_behind_tokens_whose_logprobs_are_not_known_any_more() -> None:
+    entry = TokenLogprobs(67, -0.5, ())
+    undisturbed, resumed = shape(completion(logprobs=0)), shape(completion(logprobs=0))
+    for token in (65, 66):
+        undisturbed.chunk(Piece((token,), "?", logprobs=(TokenLogprobs(token, -1.0, ()),)))
+    resumed.chunk(Piece((65, 66), "AB"))
+    wanted, got = (s.chunk(Piece((67,), "C", logprobs=(entry,))) for s in (undisturbed, resumed))
+    assert got["choices"][0]["logprobs"] == wanted["choices"][0]["logprobs"]
+    assert got["choices"][0]["logprobs"]["text_offset"] == [2]
 
 
 def test_chat_logprobs_name_bytes() -> None:
