@@ -7,6 +7,7 @@ from typing import Any
 
 from ...session.errors import PoolError
 from ...session.held import HolderClient
+from ..alive import told_processes
 from ..weights import model_fingerprint, tokenizer_fingerprint
 from .generators import draws_are_known
 from .guard import guarded, log, missing
@@ -16,7 +17,7 @@ from .settings import PluginSettings
 
 def facts_of(settings: PluginSettings, vllm_config: Any, kv_cache_config: Any) -> tuple[dict[str, Any], bool]:
     """The facts for the arena, and whether every rank runs in the pool of the epoch before."""
-    pools, adopted, fingerprint = _pools(settings, vllm_config.parallel_config.tensor_parallel_size)
+    pools, adopted, fingerprint, owners = _pools(settings, vllm_config.parallel_config.tensor_parallel_size)
     inexact = _inexact(vllm_config, kv_cache_config)
     if inexact:
         log.warning("midstream: no KV of this engine is kept for its sessions, because of %s", ", ".join(inexact))
@@ -25,6 +26,7 @@ def facts_of(settings: PluginSettings, vllm_config: Any, kv_cache_config: Any) -
         "v": 1,
         "engine": "vllm",
         "pid": os.getpid(),
+        **told_processes(owners),
         "key": {**_key(vllm_config), "kv_layout": fingerprint or "unplaced"},
         "pools": pools,
         "adopted": adopted,
@@ -47,20 +49,22 @@ def _inexact(vllm_config: Any, kv_cache_config: Any) -> list[str]:
     return found
 
 
-def _pools(settings: PluginSettings, ranks: int) -> tuple[list[str], bool, str]:
-    names, adopted, fingerprints = [], True, []
+def _pools(settings: PluginSettings, ranks: int) -> tuple[list[str], bool, str, list[int]]:
+    """Names, whether all were adopted, how their blocks are made up, and the pids of the workers that have them."""
+    names, adopted, fingerprints, owners = [], True, [], []
     for rank in range(ranks):
         name = settings.pool_name(rank)
         try:
             fd, meta = HolderClient(settings.holder).get(name)
         except PoolError as error:
             log.warning("midstream: no held pool for rank %d (%s); sessions will be recomputed", rank, error)
-            return [], False, ""
+            return [], False, "", []
         os.close(fd)
         names.append(name)
+        owners.append(int(meta["owner"]["pid"]))
         adopted = adopted and bool(meta["owner"].get("adopted_from"))
         fingerprints.append(str(meta["fingerprint"]))
-    return names, adopted, "+".join(dict.fromkeys(fingerprints))
+    return names, adopted, "+".join(dict.fromkeys(fingerprints)), owners
 
 
 def _key(vllm_config: Any) -> dict[str, str | int | None]:

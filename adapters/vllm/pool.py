@@ -1,7 +1,8 @@
 """Placement of the KV pool: in memory that the holder keeps, or the pool of the epoch before.
 
-Owns the one buffer of this process. Nothing here ever zeroes a pool that was adopted. Where placement fails, vLLM
-allocates as it always did and the sidecar is told nothing: sessions then have no KV to come back to.
+Owns the one buffer of this process. Nothing here ever zeroes a pool that was adopted, and none is adopted while a
+process of the engine that had it is left. Where placement fails, vLLM allocates as it always did and the sidecar is
+told nothing: sessions then have no KV to come back to.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ from typing import Any
 from ...session.errors import ArenaError, PoolError
 from ...session.held import HolderClient, create_host_pool, map_pool
 from ...session.layout import Plane, PoolLayout, PoolMeta
+from ..alive import require_gone
 from .guard import log, patch, report
 from .settings import plugin_settings
 
@@ -141,6 +143,7 @@ def _old_pool(size_bytes: int, shape: str, rank: int) -> tuple[int, str]:
     pools = facts.get("pools") or []
     if rank >= len(pools):
         raise PoolError(f"the old engine had no pool for rank {rank}")
+    require_gone(facts)
     fd, meta = HolderClient(settings.holder).get(pools[rank])
     owner = PoolMeta.from_json(meta).owner
     if meta["size_bytes"] != size_bytes or owner.get("shape") != shape:

@@ -10,7 +10,7 @@ from typing import Any
 from ...session.arena import ArenaReader, Slot, SlotState
 from ...session.ids import SessionId
 from ...session.records import LoadState
-from . import pool, warm
+from . import pool, ranks
 from .guard import guarded, report
 from .loads import Load
 from .settings import PluginSettings
@@ -24,7 +24,7 @@ class WorkerSide:
     def __init__(self, settings: PluginSettings, vllm_config: Any, kv_cache_config: Any) -> None:
         # vLLM makes the worker's connector before it allocates the pool.
         guarded(default=None)(pool.install)()
-        guarded(default=None)(warm.install)()
+        guarded(default=None)(ranks.install)()
         self._settings = settings
         self._block_tokens = vllm_config.cache_config.block_size
         self._block_count = kv_cache_config.num_blocks if kv_cache_config is not None else 0

@@ -13,6 +13,7 @@ from midstream.adapters.vllm.plugin import register
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "_on_error", [])
+    monkeypatch.setattr(guard, "missing", [])
 
 
 def test_a_hook_that_fails_answers_with_its_default_and_is_counted_once() -> None:
@@ -62,3 +63,15 @@ def test_an_engine_that_was_offered_no_place_runs_as_if_there_were_no_plugin(
     # Nothing of vLLM is imported here: it would not be found. A child process must not claim what this one could not.
     register()
     assert "MIDSTREAM_WORKER" not in os.environ
+
+
+def test_a_hook_that_does_not_fit_is_told_of_unless_sessions_are_exact_without_it() -> None:
+    class Engine:
+        def step(self, other: int) -> int:
+            return other
+
+    assert not guard.patch(Engine, "step", ("self", "batch"), lambda original: original, needed=False)
+    assert guard.missing == []
+    assert not guard.patch(Engine, "step", ("self", "batch"), lambda original: original)
+    assert not guard.patch(Engine, "gone", ("self",), lambda original: original)
+    assert guard.missing == ["Engine.step", "Engine.gone"]
