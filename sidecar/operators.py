@@ -25,6 +25,8 @@ from .workers import Epoch
 # A wanted cut is looked for in the journal this often, and for so long.
 LOOK_EVERY_S = 0.002
 WAIT_S = 600.0
+# A takeover that is under way is mostly over within this time.
+BUSY_WAIT_S = 10.0
 FORK = "fork"
 
 
@@ -74,7 +76,7 @@ class Operators:
 
         Their KV comes from where the parent runs, or from its snapshot; without either they are computed again.
         """
-        facts, outputs, place = self._point(parent)
+        facts, outputs, place = await self._point(parent)
         if not 1 <= at <= len(outputs):
             there = f"give --at 1 to {len(outputs)}" if outputs else "ask again when it has some"
             raise Refused("bad_request", f"session {parent} has {len(outputs)} outputs, so none at {at}; {there}")
@@ -85,12 +87,16 @@ class Operators:
         record.known = outputs[:at]
         return branch, await self._place(record, record.known)
 
-    def _point(self, session: SessionId) -> tuple[SessionFacts, tuple[int, ...], Place]:
+    async def _point(self, session: SessionId) -> tuple[SessionFacts, tuple[int, ...], Place]:
         """A session that can be gone back to: its request, its outputs, and where its KV is."""
         if session in self._records:
             record = self._in_flight(session)
-            if record.source is not record.owner:
-                raise Refused("busy", f"session {session} is being taken up; ask again when it goes on")
+            deadline = time.monotonic() + BUSY_WAIT_S
+            while record.source is not record.owner and session in self._records:
+                if time.monotonic() > deadline:
+                    raise Refused("busy", f"session {session} is being taken up; ask again when it goes on")
+                await asyncio.sleep(LOOK_EVERY_S)
+        if session in self._records:
             return record.facts, _journal(record), record.owner
         past = self._past.get(session)
         if past is None:
