@@ -14,6 +14,9 @@ from .guard import guarded, log, missing
 from .obstacles import obstacles, plain_version
 from .settings import PluginSettings
 
+_MODEL_OPTIONS = ("max_model_len", "generation_config", "override_generation_config", "hf_overrides", "logprobs_mode")
+_GRAMMAR_OPTIONS = ("backend", "reasoning_parser", "enable_in_reasoning", "disable_any_whitespace")
+
 
 def facts_of(settings: PluginSettings, vllm_config: Any, kv_cache_config: Any) -> tuple[dict[str, Any], bool]:
     """The facts for the arena, and whether every rank runs in the pool of the epoch before."""
@@ -72,7 +75,7 @@ def _key(vllm_config: Any) -> dict[str, str | int | None]:
     import vllm
 
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    lora = vllm_config.lora_config
+    lora, grammars = vllm_config.lora_config, getattr(vllm_config, "structured_outputs_config", None)
     return {
         "engine": "vllm",
         "engine_version": str(vllm.__version__),
@@ -89,7 +92,18 @@ def _key(vllm_config: Any) -> dict[str, str | int | None]:
         "attention": str(getattr(getattr(vllm_config, "attention_config", None), "backend", None)),
         "threads": os.environ.get("OMP_NUM_THREADS") or os.environ.get("VLLM_CPU_OMP_THREADS_BIND"),
         "lora": None if lora is None else f"rank{lora.max_lora_rank}",
+        # No KV depends on these, but how an answer goes on from it does.
+        **{name: _plain(getattr(model, name, None)) for name in _MODEL_OPTIONS},
+        **{f"grammar_{name}": _plain(getattr(grammars, name, None)) for name in _GRAMMAR_OPTIONS},
     }
+
+
+def _plain(value: Any) -> str | int | None:
+    """A setting as a key may hold it."""
+    if value is None or isinstance(value, str | int):
+        return value
+    # A function is called the same in each process, but lies elsewhere.
+    return str(getattr(value, "__qualname__", None) or repr(value))
 
 
 def _device(kind: str) -> str:
