@@ -15,6 +15,7 @@ from .workload import Ask
 
 # An arrival may be far off, and the pass over before.
 LOOK_EVERY_S = 0.5
+AFTER_FAILURE_S = 0.2
 
 Send = Callable[[Live], Coroutine[None, None, None]]
 
@@ -81,7 +82,11 @@ class Driver:
 
     async def _one_after_another(self) -> None:
         while not self._is_over():
-            await self._send(self._next(time.perf_counter()))
+            live = self._next(time.perf_counter())
+            await self._send(live)
+            if not live.answer.whole:
+                # Where all requests fail at once, the next round of them is not to be all that the machine does.
+                await asyncio.sleep(AFTER_FAILURE_S)
 
     async def _until(self, due_s: float) -> bool:
         """Wait for a moment; False when the pass was over before it."""

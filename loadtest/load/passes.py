@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 
+from ...session.errors import EngineError
 from ..harness import SidecarProcess
 from . import figures
 from .arrivals import Arrival
@@ -25,6 +26,7 @@ from .workload import COMPLETIONS, Ask
 
 SESSIONS_EVERY_S = 1.0
 TELL_EVERY_S = 1.0
+ALIVE_EVERY_S = 0.5
 # Outcomes are told for a moment after their streams' end.
 LAST_LOOK_S = 5.0
 # None of the prompts, so that no prefix cache knows them.
@@ -92,7 +94,7 @@ class Pass:
         self._sender = Sender(route, answer_s=load.answer_s, silence_s=load.silence_s)
         self._go_on: Callable[[], bool] = lambda: False
         self._driver = Driver(load.asks, load.pace, self._sender.send, go_on=lambda: self._go_on())
-        self._passed = Passed(name)
+        self.passed = Passed(name)
         self._before: set[str] = set()
 
     def running(self) -> list[Live]:
@@ -106,7 +108,7 @@ class Pass:
         await asyncio.gather(*map(self._sender.send, lives))
 
     async def run(self, striker: Striker | None = None) -> Passed:
-        """The pass, to its end."""
+        """The pass, to its end. Where that is an error's, or a signal's, `passed` has what was through."""
         if striker is not None:
             self._go_on = lambda: not striker.is_done
         resources = Resources(self._pids)
@@ -118,26 +120,48 @@ class Pass:
             asyncio.create_task(self._tell(striker)),
         ]
         striking = asyncio.create_task(striker.run(began_s)) if striker is not None else None
+        ended_s = began_s
         try:
-            await self._driver.run(self._load.arrivals())
-            ended_s = time.perf_counter()
-            if striking is not None:
+            try:
+                await self._drive()
+            finally:
+                ended_s = time.perf_counter()
+            if striker is not None and striking is not None:
                 # Its faults are over, or the pass's limit is; what is stopped or slow is set going again.
-                if striker is not None and not striker.is_done:
+                if not striker.is_done:
                     striking.cancel()
                 with suppress(asyncio.CancelledError):
                     await striking
             await resources.look()
             await self._last_sessions()
         finally:
-            for task in (*beside, *([striking] if striking is not None else [])):
+            every = [*beside, *([striking] if striking is not None else [])]
+            for task in every:
                 task.cancel()
-            await asyncio.gather(*beside, return_exceptions=True)
+            await asyncio.gather(*every, return_exceptions=True)
             await self._sender.close()
-        return self._conclude(striker, resources, ended_s - self._driver.began_s)
+            self._conclude(striker, resources, ended_s - began_s)
+        return self.passed
 
-    def _conclude(self, striker: Striker | None, resources: Resources, duration_s: float) -> Passed:
-        passed = self._passed
+    async def _drive(self) -> None:
+        """The load, unless the sidecar itself is gone: then nothing that follows would mean anything."""
+        load = asyncio.create_task(self._driver.run(self._load.arrivals()))
+        try:
+            while not load.done():
+                await asyncio.wait({load}, timeout=ALIVE_EVERY_S)
+                if self._sidecar is not None and not self._sidecar_is_alive():
+                    raise EngineError(f"the sidecar has ended in the midst of it:\n{self._sidecar.last_lines()}")
+            await load
+        finally:
+            load.cancel()
+            await asyncio.gather(load, return_exceptions=True)
+
+    def _sidecar_is_alive(self) -> bool:
+        assert self._sidecar is not None
+        return self._sidecar.process is not None and self._sidecar.process.poll() is None
+
+    def _conclude(self, striker: Striker | None, resources: Resources, duration_s: float) -> None:
+        passed = self.passed
         passed.duration_s = duration_s
         passed.faults = striker.log if striker is not None else []
         passed.resources = resources.told(duration_s)
@@ -152,8 +176,8 @@ class Pass:
                 outcomes=passed.sessions.get(live.session, {}).get("outcomes", ()),
             )
             for live in self._driver.lives
+            if live.sent_s
         ]
-        return passed
 
     # ---- looks at the sidecar
 
@@ -180,7 +204,7 @@ class Pass:
         """The sidecar forgets sessions after a while; here they are kept."""
         for session in await self._told_sessions():
             if session["session"] not in self._before:
-                self._passed.sessions[str(session["session"])] = session
+                self.passed.sessions[str(session["session"])] = session
 
     async def _last_sessions(self) -> None:
         deadline_s = time.monotonic() + LAST_LOOK_S

@@ -110,7 +110,7 @@ class LoadTest:
         load = Pass(
             Strategy.URL, self._load(), route_of(Strategy.URL, [self._options.url]), self._http, progress=self._tell
         )
-        self.passed.append(await load.run())
+        await self._run(load)
 
     async def _engines_alone(self) -> None:
         options = self._options
@@ -122,7 +122,7 @@ class LoadTest:
             route = route_of(Strategy.ENGINE, engines.urls)
             alone = Pass(Strategy.ENGINE, self._load(), route, self._http, progress=self._tell)
             await alone.warm_up(options.workers)
-            self.passed.append(await alone.run())
+            await self._run(alone)
         finally:
             await asyncio.to_thread(engines.stop)
 
@@ -150,10 +150,15 @@ class LoadTest:
                         are_sessions=strategy is not Strategy.RESTART, relays=relays,
                         on_log=lambda entry: self._on_fault(strategy.value, entry),
                     )  # fmt: skip
-                passed = await one.run(striker)
-                self.passed.append(passed)
+                passed = await self._run(one, striker)
                 if strategy is Strategy.CONTROL:
                     self._learn(passed)
+
+    async def _run(self, one: Pass, striker: Striker | None = None) -> Passed:
+        try:
+            return await one.run(striker)
+        finally:
+            self.passed.append(one.passed)
 
     def _learn(self, passed: Passed) -> None:
         broken = [record for record in passed.records if not record.success]

@@ -114,8 +114,9 @@ class Striker:
                 await self._until_hit(fault)
             self.is_done = True
             await asyncio.gather(*self._mending)
-        except EngineError as error:
-            self._note(len(self.log) + 1, "none", 0.0, None, hit=False, detail=str(error).splitlines()[0])
+        except (EngineError, psutil.Error) as error:
+            number = self.log[-1].number + 1 if self.log else 1
+            self._note(number, "none", 0.0, None, hit=False, detail=str(error).splitlines()[0])
         finally:
             # Whatever is wrong with the faults, the load must not go on for ever.
             self.is_done = True

@@ -11,7 +11,7 @@ from html import escape
 from .series import POINTS_MAX
 
 WIDTH = 860
-LEFT, RIGHT, TOP, BOTTOM = 110, 20, 12, 34
+LEFT, RIGHT, TOP, BOTTOM = 110, 44, 12, 34
 ROW = 34
 CURVE_HEIGHT = 150
 _COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2")

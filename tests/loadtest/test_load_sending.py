@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from midstream.loadtest.client import Answer
 from midstream.loadtest.load.arrivals import Arrival, constant
 from midstream.loadtest.load.drive import Driver, Pace
 from midstream.loadtest.load.live import Live
@@ -19,6 +20,7 @@ from midstream.loadtest.load.sender import Route, Sender
 from midstream.loadtest.load.workload import COMPLETIONS, Ask
 
 IDS = list(range(100, 110))
+GOOD = Answer(done=True, finish="length")
 Script = Callable[[int, "Writer"], Awaitable[None]]
 
 
@@ -307,6 +309,7 @@ async def test_the_closed_loop_keeps_so_many_streams_and_no_more() -> None:
         most = max(most, now)
         await asyncio.sleep(0.01)
         now -= 1
+        live.answer = GOOD
         live.ended_s = time.perf_counter()
 
     driver = Driver([ask()], pace(requests=30, most=3), send, go_on=lambda: False)
@@ -315,9 +318,19 @@ async def test_the_closed_loop_keeps_so_many_streams_and_no_more() -> None:
     assert len(driver.lives) == 30
 
 
+async def test_the_closed_loop_does_not_race_where_everything_fails() -> None:
+    async def send(live: Live) -> None:
+        live.sent_s = live.ended_s = time.perf_counter()
+
+    driver = Driver([ask()], pace(duration_s=1.0, most=1), send, go_on=lambda: False)
+    await driver.run(None)
+    assert 1 <= len(driver.lives) <= 6
+
+
 async def test_load_goes_on_in_rounds_while_faults_are_to_come() -> None:
     async def send(live: Live) -> None:
         live.sent_s = live.ended_s = time.perf_counter()
+        live.answer = GOOD
         await asyncio.sleep(0.001)
 
     driver = Driver([ask(), ask()], pace(requests=2, most=1), send, go_on=lambda: len(driver.lives) < 7)
