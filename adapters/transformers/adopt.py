@@ -1,9 +1,10 @@
 """Taking over the pool of the engine that ran here before: whose blocks must not be touched, and for how long.
 
-Owns the reading of the old arena and the reservations that come of it. Invariant: what is offered for a session is
-complete: a position counts only if the old engine had journaled a token that was computed after it. A session's
-blocks stay reserved until they are resumed, given up, their arena is removed, or HOLD_S have passed. The decode
-thread gives blocks back; this module only says which.
+Owns the reading of the old arena and the reservations that come of it. Invariants: a pool is taken over only when
+nothing is left of the engine that had it; what is offered for a session is complete: a position counts only if the
+old engine had journaled a token that was computed after it. A session's blocks stay reserved until they are resumed,
+given up, their arena is removed, or HOLD_S have passed. The decode thread gives blocks back; this module only says
+which.
 """
 
 import logging
@@ -21,6 +22,7 @@ from ...session.ids import SessionId
 from ...session.key import CompatibilityKey
 from ...session.layout import PoolLayout, PoolMeta
 from ...session.records import SlotState, complete_kv_len
+from ..alive import require_gone
 from .extents import Run
 
 HOLD_S = 120.0
@@ -68,6 +70,7 @@ def find_old_pool(arena: Path, holder: HolderClient, layout: PoolLayout, key: Ma
         differing = _difference(facts.get("key"), key)
         if differing:
             raise PoolError(f"arena {arena}: the key differs in {', '.join(differing)}; starting with an empty pool")
+        require_gone(facts)
         name = str(facts["pools"][0])
         fd, body = holder.get(name)
         try:

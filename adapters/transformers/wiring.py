@@ -22,6 +22,7 @@ from aiohttp import web
 from ...session.arena_writer import ArenaWriter
 from ...session.errors import EngineError, MidstreamError
 from ...session.layout import PoolLayout
+from ..alive import told_processes
 from .adopt import OldPool, Reservations
 from .api import Api, Served
 from .engine import Engine
@@ -178,6 +179,7 @@ class Server:
             "engine": "transformers",
             "engine_version": transformers.__version__,
             "pid": os.getpid(),
+            **told_processes(),
             "key": key,
             "pools": list(placed.names),
             "adopted": placed.old is not None,

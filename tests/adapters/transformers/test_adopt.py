@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from midstream.adapters import alive
 from midstream.adapters.transformers.adopt import Reservation, find_old_pool
 from midstream.adapters.transformers.extents import Run
 from midstream.session.arena import ArenaReader, LoadState, create_arena
@@ -21,6 +22,8 @@ from midstream.session.layout import Plane, PoolLayout, PoolMeta
 LAYOUT = PoolLayout(8, 4, (Plane(0, 16, 16), Plane(128, 16, 16)))
 KEY = dict.fromkeys(REQUIRED, "x")
 HASH = "0f" * 16
+# This process, as it was before it was started: one that is gone.
+GONE = {"processes": [[os.getpid(), 1]]}
 
 
 class OnePool:
@@ -52,7 +55,7 @@ def arena(tmp_path: Path) -> Iterator[tuple[Path, ArenaWriter]]:
     path = tmp_path / "arena"
     create_arena(path, slot_count=8, page_count=32)
     writer = ArenaWriter.open(path)
-    writer.publish({"v": 1, "key": KEY, "pools": ["w/1/0"]})
+    writer.publish({"v": 1, **GONE, "key": KEY, "pools": ["w/1/0"]})
     yield path, writer
     writer.close()
 
@@ -141,15 +144,28 @@ def test_another_key_layout_or_holder_gives_nothing(arena: tuple[Path, ArenaWrit
     # The descriptor that came with it is closed again.
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(holder.given[-1])
-    writer.publish({"v": 1, "key": KEY, "pools": ["w/9/0"]})
+    writer.publish({"v": 1, **GONE, "key": KEY, "pools": ["w/9/0"]})
     with pytest.raises(PoolError, match="no pool w/9/0"):
         find(path, holder)
-    writer.publish({"v": 1, "key": KEY, "pools": []})
+    writer.publish({"v": 1, **GONE, "key": KEY, "pools": []})
     with pytest.raises(ArenaError, match="never published a pool"):
         find(path, holder)
-    writer.publish({"v": 1, "key": {"engine": "x"}, "pools": ["w/1/0"]})
+    writer.publish({"v": 1, **GONE, "key": {"engine": "x"}, "pools": ["w/1/0"]})
     with pytest.raises(PoolError, match="missing"):
         find(path, holder)
+
+
+def test_a_pool_is_left_alone_while_a_process_of_its_engine_is_left(
+    arena: tuple[Path, ArenaWriter], holder: OnePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, writer = arena
+    monkeypatch.setattr(alive, "GONE_WITHIN_S", 0.1)
+    live(writer, 1, (0, 1, 2), 4)
+    for facts in (alive.told_processes(), {"pid": os.getpid()}, {}):
+        writer.publish({"v": 1, **facts, "key": KEY, "pools": ["w/1/0"]})
+        with pytest.raises(PoolError, match=r"still runs|do not say"):
+            find(path, holder)
+    assert holder.given == []
 
 
 def test_a_file_that_is_no_arena_is_an_error_and_not_a_crash(tmp_path: Path, holder: OnePool) -> None:
