@@ -150,11 +150,15 @@ def verify(
         concurrency=concurrency,
         faults=tuple(Fault) if plants else (),
     )
+    for file in (record_file, html_file):
+        # Said now, and not after half an hour.
+        if file is not None and not file.parent.is_dir():
+            raise ConfigError(f"{file}: there is no folder {file.parent}; make it, or name a file elsewhere")
     told = asyncio.run(_verify(engines, options, isolate=not prefix_cache))
     if record_file is not None:
-        record.write(told, record_file)
+        record.write(record.text(told), record_file)
     if html_file is not None:
-        html_file.write_text(page(told), encoding="utf-8")
+        record.write(page(told), html_file)
     if as_json:
         print(json.dumps(told))
     else:

@@ -20,8 +20,8 @@ from ...session.manifest import Manifest
 # The highest exponent bit, in the high byte of a value: of bf16 and fp16 (odd bytes), fp32 (the last of four), fp8.
 HIGH_EXPONENT_BIT = 0x40
 HIGH_BYTE = 3
-# High bytes of values of ordinary size, of either sign: what lies there is data, that bit is clear, and with it the value
-# is huge, but a number (from 0x3F it could become none).
+# High bytes of values of ordinary size, of either sign: what lies there is data, and that bit is clear. With it the
+# value is huge, but still a number (from 0x3F it could become none).
 _ORDINARY = range(0x2C, 0x3F)
 _TRIES = 4096
 

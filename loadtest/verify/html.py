@@ -14,9 +14,9 @@ from .record import Status, status
 _STYLE = """
 :root{--bg:#fbfbfa;--card:#fff;--ink:#1c2330;--quiet:#667085;--line:#e4e7ec;--good:#157f5b;--bad:#c0272d;--open:#b26a00;
 --identical:#2a9d74;--restore:#d64045;--variance:#e0a82e;--unsettled:#e9c46a;--recomputed:#7a9cc6;--refused:#9aa5b1;
---missed:#d0d5dd;--dot:#2f6fb3}
+--missed:#8a94a3;--dot:#2f6fb3}
 @media (prefers-color-scheme:dark){:root{--bg:#12161d;--card:#1a2029;--ink:#e8ebf0;--quiet:#98a2b3;--line:#2b3340;
---good:#3ecf9a;--bad:#ff6b6f;--open:#f0b44c;--identical:#23805f;--dot:#6ea8e6;--missed:#475467}}
+--good:#3ecf9a;--bad:#ff6b6f;--open:#f0b44c;--identical:#23805f;--dot:#6ea8e6;--missed:#5b6675}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--bg);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
 main{max-width:960px;margin:0 auto;padding:40px 24px 80px}

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-LETTERS = {
+SIGNS = {
     "identical": "",
     "restore": "✕",
     "variance": "~",
@@ -18,45 +18,44 @@ LETTERS = {
     "refused": "!",
     "missed": "·",
 }
-_CELL, _GAP = 30, 4
-_LABEL = 190
+_HEIGHT, _GAP = 22, 4
+# Cells share this width, but none is narrower than its words nor wider than it looks good.
+_WIDTH, _NARROWEST, _WIDEST = 640, 74, 150
+_LABEL = 200
 _TOP = 34
 
 
 def matrix(runs: Sequence[Mapping[str, Any]], prompts: Sequence[str], cuts: Sequence[str]) -> str:
     """Prompt by cut: one cell a case, coloured by verdict, with its way and the verdict's own sign."""
-    width = _LABEL + len(cuts) * (_CELL * 2 + _GAP) + 10
-    height = _TOP + len(prompts) * (_CELL + _GAP)
+    cell = min(max(_WIDTH // max(len(cuts), 1) - _GAP, _NARROWEST), _WIDEST)
+    width = _LABEL + len(cuts) * (cell + _GAP)
+    height = _TOP + len(prompts) * (_HEIGHT + _GAP)
     by_cell = {(run["prompt"], run["cut"]): run for run in runs}
     parts = [_open(width, height, "Verdicts by prompt and cut")]
-    for column, cut in enumerate(cuts):
-        x = _LABEL + column * (_CELL * 2 + _GAP) + _CELL
-        parts.append(f'<text class="axis" x="{x}" y="{_TOP - 12}" text-anchor="middle">{escape(cut)}</text>')
+    lefts = [_LABEL + column * (cell + _GAP) for column in range(len(cuts))]
+    for x, cut in zip(lefts, cuts, strict=True):
+        middle = x + cell // 2
+        parts.append(f'<text class="axis" x="{middle}" y="{_TOP - 12}" text-anchor="middle">{escape(cut)}</text>')
     for row, prompt in enumerate(prompts):
-        y = _TOP + row * (_CELL + _GAP)
+        y = _TOP + row * (_HEIGHT + _GAP)
         shown = prompt if len(prompt) <= 26 else prompt[:25] + "…"
-        parts.append(
-            f'<text class="label" x="{_LABEL - 10}" y="{y + _CELL / 2 + 4}" text-anchor="end">{escape(shown)}</text>'
-        )
-        for column, cut in enumerate(cuts):
-            run = by_cell.get((prompt, cut))
-            parts.append(_cell(_LABEL + column * (_CELL * 2 + _GAP), y, run, prompt, cut))
+        parts.append(f'<text class="label" x="{_LABEL - 10}" y="{y + 15}" text-anchor="end">{escape(shown)}</text>')
+        parts += [
+            _cell(x, y, cell, by_cell.get((prompt, cut)), prompt, cut) for x, cut in zip(lefts, cuts, strict=True)
+        ]
     return "".join([*parts, "</svg>"])
 
 
-def _cell(x: int, y: int, run: Mapping[str, Any] | None, prompt: str, cut: str) -> str:
+def _cell(x: int, y: int, width: int, run: Mapping[str, Any] | None, prompt: str, cut: str) -> str:
+    place = f'x="{x}" y="{y}" width="{width}" height="{_HEIGHT}" rx="4"'
     if run is None:
-        return (
-            f"<g><title>{escape(prompt)}, {escape(cut)}: not run</title>"
-            f'<rect class="none" x="{x}" y="{y}" width="{_CELL * 2}" height="{_CELL}" rx="5"/></g>'
-        )
-    sign = LETTERS.get(run["verdict"], "?")
+        return f'<g><title>{escape(prompt)}, {escape(cut)}: not run</title><rect class="none" {place}/></g>'
     text = f"{prompt}, {cut}: {run['verdict']} ({run['way']} at token {run['cut_made']}, {run['gap_ms']:.0f} ms)"
     return (
-        f"<g><title>{escape(text)}</title>"
-        f'<rect class="v-{escape(run["verdict"])}" x="{x}" y="{y}" width="{_CELL * 2}" height="{_CELL}" rx="5"/>'
-        f'<text class="way" x="{x + 10}" y="{y + _CELL / 2 + 4}">{escape(run["way"])}</text>'
-        f'<text class="sign" x="{x + _CELL * 2 - 10}" y="{y + _CELL / 2 + 4}" text-anchor="end">{sign}</text></g>'
+        f'<g><title>{escape(text)}</title><rect class="v-{escape(run["verdict"])}" {place}/>'
+        f'<text class="way" x="{x + 9}" y="{y + 15}">{escape(run["way"])} {run["cut_made"] or ""}</text>'
+        f'<text class="sign" x="{x + width - 9}" y="{y + 15}" text-anchor="end">'
+        f"{SIGNS.get(run['verdict'], '?')}</text></g>"
     )
 
 
@@ -65,8 +64,8 @@ def gaps(by_way: Mapping[str, Sequence[float]]) -> str:
     values = [max(value, 1.0) for found in by_way.values() for value in found]
     if not values:
         return '<p class="quiet">Nothing went on, so there are no recovery times.</p>'
-    low, high = _decades(min(values), max(values))
-    left, right, lane = 70, 700, 74
+    low, high = _bounds(min(values), max(values))
+    left, right, lane = 70, 700, 90
     height = 30 + lane * len(by_way) + 34
 
     def x(value: float) -> float:
@@ -88,12 +87,13 @@ def gaps(by_way: Mapping[str, Sequence[float]]) -> str:
                 "</title></circle>"
             )
         ordered = sorted(found)
-        for name, share in (("p50", 0.5), ("p90", 0.9)):
+        # One label above and one below, so that they never meet.
+        for name, share, label_y in (("p50", 0.5, middle - 29), ("p90", 0.9, middle + 37)):
             value = ordered[min(int(share * len(ordered)), len(ordered) - 1)]
             at = x(value)
             parts.append(
                 f'<line class="mark" x1="{at:.1f}" y1="{middle - 26}" x2="{at:.1f}" y2="{middle + 26}"/>'
-                f'<text class="mark-label" x="{at:.1f}" y="{middle - 29}" text-anchor="middle">'
+                f'<text class="mark-label" x="{at:.1f}" y="{label_y}" text-anchor="middle">'
                 f"{name} {_duration(value)}</text>"
             )
     return "".join([*parts, "</svg>"])
@@ -106,18 +106,16 @@ def _open(width: float, height: float, title: str) -> str:
     )
 
 
-def _decades(least: float, most: float) -> tuple[float, float]:
-    """Whole decades around some values, in powers of ten; at least one."""
-    low, high = math.floor(math.log10(least)), math.ceil(math.log10(most))
-    return float(low), float(max(high, low + 1))
+def _bounds(least: float, most: float) -> tuple[float, float]:
+    """A little room around some values, as powers of ten; never nothing."""
+    low, high = math.log10(least) - 0.1, math.log10(most) + 0.1
+    return low, max(high, low + 0.5)
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    found = []
-    for power in range(int(low), int(high) + 1):
-        found += [10.0**power * step for step in (1, 2, 5) if power < high or step == 1]
-    # On many decades the steps between would crowd.
-    return found if high - low <= 3 else [tick for tick in found if math.log10(tick).is_integer()]
+    steps = (1, 2, 5) if high - low <= 3 else (1,)  # on many decades the steps between would crowd
+    found = [10.0**power * step for power in range(math.floor(low), math.ceil(high) + 1) for step in steps]
+    return [tick for tick in found if low <= math.log10(tick) <= high]
 
 
 def _duration(ms: float) -> str:

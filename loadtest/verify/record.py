@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -180,14 +181,20 @@ def _open(told: Mapping[str, Any]) -> bool:
     return bool(told["unanswered_prompts"]) or not told["mismatches_planted"]
 
 
-def write(told: Mapping[str, Any], file: Path) -> None:
-    """Write a record, all at once. ConfigError when it cannot be written there."""
+def text(told: Mapping[str, Any]) -> str:
+    """A record as it lies in its file."""
+    return json.dumps(told, indent=1, ensure_ascii=False) + "\n"
+
+
+def write(content: str, file: Path) -> None:
+    """Write a record or its page, all at once. ConfigError when it cannot be written there."""
     temporary = file.with_name(f".{file.name}.new")
     try:
-        temporary.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        temporary.write_text(content, encoding="utf-8")
         temporary.replace(file)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise ConfigError(
             f"{file}: {error.strerror or error}; name a file in a folder that you may write to"
         ) from error

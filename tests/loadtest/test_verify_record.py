@@ -129,7 +129,7 @@ def test_percentiles_are_values_that_were_seen_in_order(values: list[float]) -> 
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
-    record.write(PASSED, tmp_path / "r.json")
+    record.write(record.text(PASSED), tmp_path / "r.json")
     assert record.read(tmp_path / "r.json") == json.loads(json.dumps(PASSED))
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
 
@@ -149,7 +149,7 @@ def test_what_is_no_record_is_refused_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--record"):
         record.read(tmp_path / "none.json")
     with pytest.raises(ConfigError, match="folder"):
-        record.write(PASSED, tmp_path / "none" / "r.json")
+        record.write("", tmp_path / "none" / "r.json")
 
 
 @pytest.mark.parametrize(
