@@ -1,20 +1,24 @@
 """Workers that others start: noticed by their health, their plugin's claim and their process.
 
-Owns nothing of them. Each worker is offered a ticket for its next epoch; when it is claimed, that epoch's arena is
-watched. An engine without the plugin is served too, but its sessions can only be run again.
+Owns nothing of them, but ends what is left of one that nobody is served by any more (`orphans.py`). Each worker is
+offered a ticket for its next epoch; when it is claimed, that epoch's arena is watched. An engine without the plugin is
+served too, but its sessions can only be run again. Invariant: an engine that took a pool over while an earlier one
+still ran is never called exact.
 """
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 
+from ..adapters.alive import can_be_seen, front_end
 from ..proxy.coordinator import Reason
 from ..session.errors import MidstreamError
 from ..session.ticket import claimed_epoch, worker_dir
+from .orphans import Orphans
 from .process_watch import Death, TreeWatch
 from .processes import Process, read_process, say_status
 from .supervise import WorkerState
@@ -25,6 +29,14 @@ _LOG = logging.getLogger("midstream.attach")
 POLL_S = 0.5
 HEALTH_TIMEOUT_S = 5.0
 HEALTH_FAILURES_MAX = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What became of a look at a worker's health: why it is not well, "" if it is, and whether anybody answered."""
+
+    text: str
+    somebody: bool
 
 
 class Attached:
@@ -39,6 +51,7 @@ class Attached:
         *,
         on_lost: Callable[[Epoch, Reason], None],
         on_state: Callable[[], None],
+        on_orphan: Callable[[str], None],
     ) -> None:
         self._worker = worker
         self._workers = workers
@@ -46,6 +59,7 @@ class Attached:
         self._offer = offer
         self._on_lost = on_lost
         self._on_state = on_state
+        self._orphans = Orphans(worker.name, on_orphan)
         self._offered: tuple[int, Path] | None = None
         self._failures = 0
         # The number of the next start, which is offered until somebody claims it.
@@ -81,26 +95,31 @@ class Attached:
         if arena.exists():
             epoch = self._workers.begin_epoch(self._worker, number, arena)
             if epoch.learn():
+                self._orphans.know(number, epoch.facts)
                 self._watch_process(epoch)
             # Nobody who answers at its address now can be the engine that wrote there.
             epoch.dead = bool(epoch.facts) and self._process is None
         await self._offer_place(self._next)
+        self._orphans.end()
 
     async def _look(self, http: aiohttp.ClientSession) -> None:
-        healthy = await self._healthy(http)
+        answer = await self._answer(http)
+        self._orphans.end()
         if self._offered is None:
             await self._offer_place(self._next)
         if self._offered is not None and (claimed_epoch(self._folder) or 0) >= self._offered[0]:
             self._lose(Reason.PROCESS_DEATH, "a new start of the engine")
             number, arena = self._offered
             epoch = self._workers.begin_epoch(self._worker, number, arena)
+            self._workers.became(self._worker, WorkerState.STARTING)
             self._next, self._offered = number + 1, None
             await self._offer_place(self._next)
             _LOG.info("event=claimed worker=%s epoch=%d", self._worker.name, epoch.number)
-        if not healthy:
+        if answer.text:
             self._failures += 1
             if self._worker.state is WorkerState.READY and self._failures >= HEALTH_FAILURES_MAX:
-                self._lose(Reason.HEALTH, "its health check fails")
+                self._lose(Reason.HEALTH, f"its health check fails: {answer.text}")
+            self._say_why_not_ready(answer)
             return
         self._failures = 0
         if self._worker.state is WorkerState.READY:
@@ -113,6 +132,8 @@ class Attached:
             # No plugin, or not yet known: a place for its sessions all the same.
             epoch_now = self._workers.begin_epoch(self._worker, 0, None)
         if epoch_now.learn():
+            self._orphans.know(epoch_now.number, epoch_now.facts)
+            self._trust(epoch_now)
             self._watch_process(epoch_now)
             await self._offer_its_pool(epoch_now)
         elif epoch_now.arena_path is None:
@@ -143,35 +164,67 @@ class Attached:
             self._trouble = text
             _LOG.error("event=%s worker=%s error=%s", event, self._worker.name, text)
 
-    async def _healthy(self, http: aiohttp.ClientSession) -> bool:
-        with suppress(aiohttp.ClientError, TimeoutError, OSError):
-            async with http.get(f"{self._worker.url}/health") as answer:
-                return answer.status == 200
-        return False
+    async def _answer(self, http: aiohttp.ClientSession) -> _Answer:
+        place = f"{self._worker.url}/health"
+        try:
+            async with http.get(place) as answer:
+                return _Answer("" if answer.status == 200 else f"{place} answers {answer.status}", somebody=True)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            why = getattr(error, "os_error", None) or error
+            said = getattr(why, "strerror", None) or str(why) or f"no answer within {HEALTH_TIMEOUT_S:g} s"
+            return _Answer(f"{place} does not answer ({said})", somebody=False)
+
+    def _say_why_not_ready(self, answer: _Answer) -> None:
+        """An engine that loads is another thing than an address at which nobody is. Why one died stays said."""
+        if self._worker.state not in (WorkerState.STARTING, WorkerState.UNREACHABLE):
+            return
+        epoch = self._worker.current
+        has_begun = epoch is not None and epoch.number > 0 and not epoch.dead
+        state = WorkerState.STARTING if has_begun or answer.somebody else WorkerState.UNREACHABLE
+        text = f"its engine has taken its place and loads; {answer.text}" if has_begun else answer.text
+        if (self._worker.state, self._worker.text) != (state, text):
+            self._workers.became(self._worker, state, text)
+
+    def _trust(self, epoch: Epoch) -> None:
+        """An engine that runs in a pool into which an earlier one may still write has no KV that counts."""
+        if epoch.facts.get("adopted") and self._orphans.anything_left_before(epoch.number):
+            # Without a key nothing is restored there or from there; without `adopt` the older epochs' KV is void, too.
+            epoch.key = epoch.adopt = None
+            _LOG.error(
+                "event=pool_shared worker=%s epoch=%d effect=sessions are recomputed remedy=%s", self._worker.name,
+                epoch.number, "end the earlier engine, then start this one again; run one engine under a worker's name",
+            )  # fmt: skip
 
     def _watch_process(self, epoch: Epoch) -> None:
-        """Its core's death is told by the kernel, long before a health check fails."""
-        process = read_process(int(epoch.facts.get("pid") or 0))
-        if process is None or self._watch is not None:
+        """Its death is told by the kernel, long before a health check fails: that of its core, or its front end."""
+        core = read_process(int(epoch.facts.get("pid") or 0))
+        served = front_end(epoch.facts) if can_be_seen(epoch.facts) else None
+        root = core if served is None else read_process(served.pid)
+        if core is None or root is None or self._watch is not None:
             return
-        self._process = process
-        self._watch = TreeWatch(process, self._died)
+        if served is not None and served.started != root.started:
+            return  # its pid is another's now
+        self._process = core
+        self._watch = TreeWatch(root, self._died)
         self._watch.start()
-        self._established = self._watch.living()
+        self._established = _tree_of(core, self._watch.living())
 
     def _lives(self, epoch: Epoch) -> bool:
         """Whether the process that was watched for this epoch is still there."""
         process = self._process
-        return (
-            process is not None and process.pid == epoch.facts.get("pid") and process.is_same(read_process(process.pid))
-        )
+        if process is None or process.pid != epoch.facts.get("pid") or not process.is_same(read_process(process.pid)):
+            return False
+        served = front_end(epoch.facts)
+        return served is None or not served.is_gone()
 
     def _died(self, death: Death) -> None:
         # Engines call compilers and other helpers, which come and go; what was there from the first is part of it.
         part_of_it = death.status != 0 and any(death.process.is_same(process) for process in self._established)
-        if death.is_root or part_of_it:
+        is_core = self._process is not None and self._process.is_same(death.process)
+        if death.is_root or is_core or part_of_it:
             how = say_status(death.status)
             self._lose(Reason.PROCESS_DEATH, f"process {death.process.name} (pid {death.process.pid}): {how}")
+            self._orphans.end()
 
     def _lose(self, reason: Reason, why: str) -> None:
         self._stop_watching()
@@ -185,3 +238,11 @@ class Attached:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
+
+
+def _tree_of(root: Process, processes: list[Process]) -> list[Process]:
+    """Those of `processes` that descend from `root`, and `root`: a front end has helpers of its own."""
+    found = {root.pid: root}
+    while more := [p for p in processes if p.parent in found and p.pid not in found]:
+        found.update((process.pid, process) for process in more)
+    return list(found.values())

@@ -204,6 +204,7 @@ class _Daemon:
                     self._offer,
                     on_lost=self._epoch_lost,
                     on_state=self._on_ready,
+                    on_orphan=lambda name: self._metrics.orphans_killed.labels(name).inc(),
                 )
                 self._spawn(attached.follow(), f"worker {configured.name}")
             return

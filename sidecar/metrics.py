@@ -68,6 +68,12 @@ class Metrics:
         self.worker_restarts = Counter(
             "midstream_worker_restarts", "Restarts of engines that midstream started.", ("worker",), registry=registry
         )
+        self.orphans_killed = Counter(
+            "midstream_orphans_killed",
+            "Processes of engines that others started, ended because their front end was gone.",
+            ("worker",),
+            registry=registry,
+        )
         self.arena_full = Counter(
             "midstream_arena_full",
             "Sessions that ran without a journal because the arena was full.",

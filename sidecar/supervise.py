@@ -32,6 +32,7 @@ class WorkerState(StrEnum):
     RESTARTING = "restarting"
     FAILED = "failed"
     STOPPED = "stopped"
+    UNREACHABLE = "unreachable"  # of engines that others start: nobody is at its address, and none has begun to load
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,7 +149,7 @@ class Workers:
 
     def coming(self) -> bool:
         """Whether a worker that is not ready may become so."""
-        hopeful = (WorkerState.STARTING, WorkerState.RESTARTING, WorkerState.DEAD)
+        hopeful = (WorkerState.STARTING, WorkerState.RESTARTING, WorkerState.DEAD, WorkerState.UNREACHABLE)
         return any(w.state in hopeful for w in self._workers.values())
 
     def candidates(self) -> list[Candidate]:

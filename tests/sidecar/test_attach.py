@@ -2,20 +2,25 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from midstream.adapters.alive import parts
 from midstream.proxy.coordinator import Reason
 from midstream.session.arena import create_arena
+from midstream.session.ids import SessionId
 from midstream.session.ticket import TICKET, worker_dir, write_ticket
 from midstream.sidecar import attach
 from midstream.sidecar.attach import Attached
 from midstream.sidecar.supervise import WorkerState
 from midstream.sidecar.workers import Epoch, Worker, Workers
 from support.attached_engine import AttachedEngine
+
+SESSION = SessionId("5" * 32)
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +36,7 @@ class Sidecar:
         self.folder = worker_dir(state, "w0")
         self.let_go: list[int] = []
         self.lost: list[tuple[int, Reason]] = []
+        self.orphans: list[str] = []
         self.ready_count = 0
         self.workers = Workers(let_go=lambda epoch: self.let_go.append(epoch.number))
         self.worker = self.workers.add("w0", url)
@@ -56,7 +62,13 @@ class Sidecar:
     @asynccontextmanager
     async def following(self) -> AsyncIterator["Sidecar"]:
         attached = Attached(
-            self.worker, self.workers, self.state, self.offer, on_lost=self.on_lost, on_state=self.on_state
+            self.worker,
+            self.workers,
+            self.state,
+            self.offer,
+            on_lost=self.on_lost,
+            on_state=self.on_state,
+            on_orphan=self.orphans.append,
         )
         task = asyncio.create_task(attached.follow())
         try:
@@ -83,6 +95,13 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def unused_tcp_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -218,3 +237,103 @@ async def test_an_engine_without_the_plugin_is_served_and_the_remedy_is_logged(
         assert "event=no_plugin worker=w0" in caplog.text
         await engine.start()
         await sidecar.ready(1)
+
+
+async def test_a_core_whose_front_end_was_killed_is_ended_at_once(
+    tmp_path: Path, engine: AttachedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Sidecar(tmp_path, engine.url).following() as sidecar:
+        front = await engine.start("core")
+        first = await sidecar.ready(1)
+        [core] = parts(first.facts)
+        assert core.pid != front
+        await engine.kill_front_end()
+        await until(core.is_gone)
+        await until(lambda: bool(sidecar.orphans))
+        assert (sidecar.orphans, sidecar.lost) == (["w0"], [(1, Reason.PROCESS_DEATH)])
+        assert f"event=orphan worker=w0 epoch=1 pid={core.pid}" in caplog.text
+        assert f"pid {front}" in sidecar.worker.text
+        await engine.kill()
+
+
+async def test_a_core_that_was_orphaned_while_no_sidecar_ran_is_ended_by_the_next(
+    tmp_path: Path, engine: AttachedEngine
+) -> None:
+    async with Sidecar(tmp_path, engine.url).following() as before:
+        await engine.start("core")
+        [core] = parts((await before.ready(1)).facts)
+    await engine.kill_front_end()
+    assert not core.is_gone()
+    async with Sidecar(tmp_path, engine.url).following() as sidecar:
+        await until(core.is_gone)
+        assert sidecar.orphans == ["w0"]
+        assert sidecar.worker.current is not None
+        assert sidecar.worker.current.dead
+        await engine.kill()
+
+
+async def test_an_engine_that_is_unwell_is_let_live(tmp_path: Path, engine: AttachedEngine) -> None:
+    async with Sidecar(tmp_path, engine.url).following() as sidecar:
+        await engine.start("core")
+        [core] = parts((await sidecar.ready(1)).facts)
+        engine.healthy = False
+        await until(lambda: sidecar.worker.state is WorkerState.DEAD)
+        assert not core.is_gone(0.3)
+        engine.healthy = True
+        await sidecar.ready(1)
+        assert sidecar.orphans == []
+
+
+async def test_an_engine_in_a_pool_that_another_still_writes_to_is_never_called_exact(
+    tmp_path: Path, engine: AttachedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Sidecar(tmp_path, engine.url).following() as sidecar:
+        await engine.start()
+        first = await sidecar.ready(1)
+        await until(lambda: "MIDSTREAM_ADOPT" in json.loads((sidecar.folder / TICKET).read_text()))
+        sidecar.workers.assign(SESSION, first)
+        # One without a look at the old engine's processes; a plugin that looks would not have taken the pool.
+        other = AttachedEngine(sidecar.folder)
+        try:
+            await other.start()
+            second = await sidecar.ready(2)
+            assert second.facts["adopted"]
+            assert second.exact_obstacles == ["no_pool"]
+            assert (sidecar.workers.candidates()[0].key, sidecar.workers.candidates()[0].adopted) == (None, None)
+            assert first.overwritten
+            assert "event=pool_shared worker=w0 epoch=2" in caplog.text
+            assert sidecar.orphans == []
+        finally:
+            await other.kill()
+
+
+async def test_an_address_at_which_nobody_is_is_told_from_an_engine_that_loads(
+    tmp_path: Path, engine: AttachedEngine, unused_tcp_port: int
+) -> None:
+    async with Sidecar(tmp_path, f"http://127.0.0.1:{unused_tcp_port}").following() as sidecar:
+        await until(lambda: sidecar.worker.state is WorkerState.UNREACHABLE)
+        assert f"127.0.0.1:{unused_tcp_port}/health does not answer (Connect" in sidecar.worker.text
+        assert sidecar.workers.coming()
+        await engine.start()
+        await until(lambda: sidecar.worker.state is WorkerState.STARTING)
+        await until(lambda: "has taken its place and loads" in sidecar.worker.text)
+
+
+async def test_an_address_that_answers_is_an_engine_that_loads(tmp_path: Path, engine: AttachedEngine) -> None:
+    async with Sidecar(tmp_path, engine.url).following() as sidecar:
+        await until(lambda: "/health answers 503" in sidecar.worker.text)
+        assert sidecar.worker.state is WorkerState.STARTING
+
+
+async def test_why_an_engine_died_stays_said_until_it_is_started_again(tmp_path: Path, engine: AttachedEngine) -> None:
+    async with Sidecar(tmp_path, engine.url).following() as sidecar:
+        pid = await engine.start()
+        await sidecar.ready(1)
+        await engine.kill()
+        await until(lambda: sidecar.worker.state is WorkerState.DEAD)
+        await asyncio.sleep(0.2)
+        assert (sidecar.worker.state, f"pid {pid}" in sidecar.worker.text) == (WorkerState.DEAD, True)
+        await engine.start()
+        engine.healthy = False
+        await until(lambda: sidecar.worker.state is WorkerState.STARTING)
+        await until(lambda: "has taken its place and loads" in sidecar.worker.text)

@@ -63,7 +63,13 @@ async def test_on_a_full_tmpfs_an_engine_is_served_and_its_place_is_offered_late
     worker = workers.add("w0", engine.url)
     workers.became(worker, WorkerState.STARTING)
     attached = Attached(
-        worker, workers, tmp_path, full.offer, on_lost=lambda epoch, reason: None, on_state=lambda: None
+        worker,
+        workers,
+        tmp_path,
+        full.offer,
+        on_lost=lambda epoch, reason: None,
+        on_state=lambda: None,
+        on_orphan=lambda name: None,
     )
     task = asyncio.create_task(attached.follow())
     try:

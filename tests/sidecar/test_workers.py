@@ -182,7 +182,7 @@ def test_an_engine_without_an_arena_is_a_worker_all_the_same(fleet: Fleet) -> No
 
 
 def test_only_workers_that_may_come_back_are_waited_for(fleet: Fleet) -> None:
-    hopeful = {WorkerState.STARTING, WorkerState.RESTARTING, WorkerState.DEAD}
+    hopeful = {WorkerState.STARTING, WorkerState.RESTARTING, WorkerState.DEAD, WorkerState.UNREACHABLE}
     for state in WorkerState:
         fleet.workers.became(fleet.worker, state)
         assert fleet.workers.coming() == (state in hopeful)

@@ -1,19 +1,23 @@
 """An engine that others start: a real process that claims its place and publishes facts, and a health route beside it.
 
-Run as a program it is that process: `python attached_engine.py FOLDER MODE`, where MODE is what it does besides.
+Run as a program it is that process: `python attached_engine.py FOLDER MODE`, where MODE is what it does besides. With
+MODE `core` it is a front end, and a child of it is the core that publishes the facts.
 """
 
 import asyncio
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 
 from aiohttp import web
 
+from midstream.adapters.alive import told_processes
 from midstream.session.arena_writer import ArenaWriter
 from midstream.session.ticket import claim_ticket
 
@@ -69,7 +73,13 @@ class AttachedEngine:
     async def start(self, mode: str = "plain") -> int:
         """Start the process; it has claimed its place when this returns. Its pid."""
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, __file__, str(self._folder), mode, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            sys.executable,
+            __file__,
+            str(self._folder),
+            mode,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
         )
         assert self.process.stdout is not None
         assert (await self.process.stdout.readline()).strip() == b"claimed"
@@ -83,25 +93,32 @@ class AttachedEngine:
         self.process.stdin.write(word.encode() + b"\n")
         await self.process.stdin.drain()
 
+    async def kill_front_end(self) -> None:
+        """SIGKILL to the first process alone; what it has started lives on."""
+        assert self.process is not None
+        self.healthy = False
+        self.process.kill()
+        await self.process.wait()
+
     async def kill(self) -> None:
-        """SIGKILL, if it lives."""
+        """SIGKILL to all of it that lives."""
         process, self.process = self.process, None
         self.healthy = False
         if process is None:
             return
-        if process.returncode is None:
-            process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         await process.communicate()
 
 
 def main(folder: str, mode: str) -> None:
     """Be the engine."""
     place = claim_ticket(Path(folder))
-    arena = ArenaWriter.open(place["MIDSTREAM_ARENA"])
-    pool = f"{place['MIDSTREAM_WORKER']}/{place['MIDSTREAM_EPOCH']}/0"
+    if mode == "core":
+        multiprocessing.get_context("fork").Process(target=core, args=(place,)).start()
+        time.sleep(60)
     rank = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) if mode == "rank" else None
-    adopted = "MIDSTREAM_ADOPT" in place
-    arena.publish({"engine": "vllm", "pid": os.getpid(), "key": KEY, "pools": [pool], "adopted": adopted})
+    publish(place)
     print("claimed", flush=True)
     for line in sys.stdin:
         if line.strip() == "helper":
@@ -109,6 +126,24 @@ def main(folder: str, mode: str) -> None:
         elif rank is not None:
             rank.kill()
     time.sleep(60)
+
+
+def core(place: dict[str, str]) -> None:
+    """Be the core of an engine whose front end is another process."""
+    publish(place)
+    print("claimed", flush=True)
+    # The pipes are the front end's, whose end must be seen by them.
+    for number in (0, 1):
+        os.dup2(os.open(os.devnull, os.O_RDWR), number)
+    time.sleep(60)
+
+
+def publish(place: dict[str, str]) -> None:
+    """What an engine's plugin says of it, in the arena of its place."""
+    pool = f"{place['MIDSTREAM_WORKER']}/{place['MIDSTREAM_EPOCH']}/0"
+    facts = {"engine": "vllm", "pid": os.getpid(), **told_processes(), "key": KEY, "pools": [pool]}
+    with closing(ArenaWriter.open(place["MIDSTREAM_ARENA"])) as arena:
+        arena.publish({**facts, "adopted": "MIDSTREAM_ADOPT" in place})
 
 
 if __name__ == "__main__":
