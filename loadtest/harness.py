@@ -118,9 +118,13 @@ class SidecarProcess:
             await self._pause(deadline)
         await self.wait_ready(http, timeout_s=timeout_s)
 
-    async def _pause(self, deadline: float) -> None:
+    def require_running(self) -> None:
+        """EngineError with the end of its log, if it has ended."""
         if self.process is None or self.process.poll() is not None:
             raise EngineError(f"the sidecar has ended:\n{self.last_lines()}")
+
+    async def _pause(self, deadline: float) -> None:
+        self.require_running()
         if time.monotonic() > deadline:
             raise EngineError(f"the workers did not come up in time:\n{self.last_lines()}")
         await asyncio.sleep(POLL_S)

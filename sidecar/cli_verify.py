@@ -8,6 +8,7 @@ import asyncio
 import json
 import platform
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -49,6 +50,7 @@ _STATUS_COLOURS = {
     record.Status.PROVEN: "bold green",
     record.Status.FAILED: "bold red",
     record.Status.OPEN: "bold yellow",
+    record.Status.STOPPED: "bold yellow",
 }
 
 
@@ -163,6 +165,8 @@ def verify(
         print(json.dumps(told))
     else:
         _show(told)
+    if told["stopped"]:
+        print(f"midstream: the verification stopped: {told['stopped']}", file=sys.stderr)
     return record.status(told)
 
 

@@ -61,7 +61,7 @@ _FAULTS = {
     "shifted-cut": "a snapshot that claims one position more than its KV covers",
     "dropped-penalties": "an answer that goes on as if its own tokens were prompt, so that penalties forget them",
 }
-_CLASSES = {Status.PROVEN: "proven", Status.FAILED: "failed", Status.OPEN: "open"}
+_CLASSES = {Status.PROVEN: "proven", Status.FAILED: "failed", Status.OPEN: "open", Status.STOPPED: "open"}
 
 
 def page(told: Mapping[str, Any]) -> str:

@@ -28,10 +28,11 @@ WINDOW = 8
 
 
 class Status(IntEnum):
-    """What the exit status of `midstream verify` means, beside 2 (usage) and 3 (nothing could be run)."""
+    """What the exit status of `midstream verify` means, beside 2 (usage)."""
 
     PROVEN = 0  # every interrupted answer was identical, and every planted fault was found
     FAILED = 1  # a restore changed an answer, or a planted fault was not found; with --check: the record does not hold
+    STOPPED = 3  # it could not go on to its end; nothing had failed until then
     OPEN = 4  # nothing failed, and not everything is proven: variance, unsettled, recomputed, refused, missed
 
 
@@ -105,6 +106,7 @@ def record(findings: Findings, options: Options, identity: Identity, seconds: fl
         "kind": KIND,
         "v": RECORD_VERSION,
         **totals(findings, options),
+        "stopped": findings.stopped,
         "advice": list(advice(findings)),
         "seconds": round(seconds, 1),
         "identity": {**asdict(identity), "versions": asdict(versions(identity.key))},
@@ -171,7 +173,11 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 def status(told: Mapping[str, Any]) -> Status:
     """The exit status of a record."""
-    if told["restore_differences"] or told["mismatches_planted_found"] < told["mismatches_planted"]:
+    if told["restore_differences"]:
+        return Status.FAILED
+    if told.get("stopped"):
+        return Status.STOPPED
+    if told["mismatches_planted_found"] < told["mismatches_planted"]:
         return Status.FAILED
     return Status.PROVEN if told["cases"] and told["identical"] == told["cases"] and not _open(told) else Status.OPEN
 

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import aiohttp
@@ -34,7 +34,7 @@ LOG_LINES_MAX = 20
 LOG_LINE_MAX = 500
 SNAPSHOT_PAUSE_S = 0.01
 _REPORT = {"X-Midstream-Report": "1"}
-# What the operator's socket says of a session that is over, or cannot be interrupted any more.
+# What the operator's socket says of a session that is over; all else that it refuses, it would refuse again.
 _LATE = ("ended", "no_session", "busy", "no_snapshot", "session", "finished", "gone", "table")
 
 
@@ -103,11 +103,17 @@ class Runner:
     async def answer(
         self, prompt: Prompt, on_tokens: Callable[[Answer], Any] | None = None, *, policy: str | None = None
     ) -> Answer:
-        """The answer as a hostile client reads it."""
+        """The answer as a hostile client reads it; one without an end is broken. EngineError if the sidecar is gone."""
         headers = dict(_REPORT) if policy is None else {**_REPORT, "X-Midstream-Policy": policy}
         url = self.sidecar.url + prompt.path
-        async with asyncio.timeout(ANSWER_S):
-            return await read_stream(self.http, url, self.body(prompt), headers=headers, on_tokens=on_tokens)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                answer = await read_stream(self.http, url, self.body(prompt), headers=headers, on_tokens=on_tokens)
+        except TimeoutError:
+            answer = Answer(violations=[f"it had not ended after {ANSWER_S:g} s"])
+        if answer.violations:
+            self.sidecar.require_running()
+        return answer
 
     async def undisturbed(self, prompt: Prompt) -> Reading:
         """A control."""
@@ -144,8 +150,11 @@ class Runner:
         """The answer, of which `order` is called (beside it) as soon as the client has `when` tokens, or the first."""
         trigger = _Trigger(max(when, 1), order)
         answer = await self.answer(prompt, trigger.look)
-        journal, late = await trigger.result()
-        return await self._run(answer, journal, had=trigger.had, detail=late)
+        journal, refusal = await trigger.result()
+        run = await self._run(answer, journal, had=trigger.had, detail=str(refusal or ""))
+        if refusal is not None and refusal.reason not in _LATE and not run.outcome:
+            return replace(run, outcome="refused")
+        return run
 
     async def top_logprobs(self, prompt: Prompt, index: int) -> list[tuple[str, float]]:
         """What an undisturbed run would choose from at output `index`, likeliest first; [] where it does not say."""
@@ -246,16 +255,14 @@ class _Trigger:
         self.had = len(answer.token_ids)
         self._task = asyncio.ensure_future(self._order(session_id(answer.session)))
 
-    async def result(self) -> tuple[int, str]:
-        """When the answer is over: what the order came to, or 0 and why it came too late. Refused for anything else."""
+    async def result(self) -> tuple[int, Refused | None]:
+        """When the answer is over: what the order came to, or 0 and why it was not carried out."""
         if self._task is None:
-            return 0, "the answer had too few tokens"
+            return 0, Refused("ended", f"the answer had fewer than {self._when} tokens")
         try:
             async with asyncio.timeout(REPORT_S):
-                return await self._task, ""
+                return await self._task, None
         except Refused as error:
-            if error.reason in _LATE:
-                return 0, str(error)
-            raise
+            return 0, error
         except TimeoutError:
-            return 0, "the sidecar did not answer"
+            return 0, Refused("ended", f"the sidecar had not answered {REPORT_S:g} s after the answer's end")

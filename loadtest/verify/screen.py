@@ -8,6 +8,7 @@ from .record import Status
 HEADLINES = {
     Status.PROVEN: "Exact: every interrupted answer was the undisturbed one",
     Status.FAILED: "Not exact",
+    Status.STOPPED: "Nothing failed, but it could not go on to its end",
     Status.OPEN: "Nothing failed, but not everything is proven",
 }
 # Verdicts in the order in which people want to know of them, with what each means.
@@ -31,6 +32,8 @@ def headline(told: Mapping[str, Any], status: Status) -> str:
         )
     if status is Status.FAILED:
         return f"{HEADLINES[status]}: {told['restore_differences']} of {told['cases']} restores changed the answer"
+    if status is Status.STOPPED:
+        return f"{HEADLINES[status]}: {told['stopped'].splitlines()[0]}"
     if status is Status.OPEN:
         return f"{HEADLINES[status]}: {'; '.join(_open_points(told))}"
     return f"{HEADLINES[status]} ({told['identical']} of {told['cases']})"

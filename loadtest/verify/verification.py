@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import aiohttp
+
+from ...session.errors import MidstreamError
 from .cuts import Task, Way, place, plan
 from .judge import ADVICE, Judgement, Reading, Settling, Spread, Verdict, judge, settling, spread
 from .plants import Attempt, Fault, Planted, Planter
@@ -87,11 +90,12 @@ class Case:
 
 @dataclass(slots=True)
 class Findings:
-    """All that a verification came to."""
+    """All that a verification came to. `stopped`: why it could not go on to its end; what it found before counts."""
 
     controlled: list[Controlled] = field(default_factory=list)
     cases: list[Case] = field(default_factory=list)
     planted: list[Planted] = field(default_factory=list)
+    stopped: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,25 +123,40 @@ class Verification:
         self._cases: list[Case] = []
 
     async def run(self) -> Findings:
-        """Everything, once."""
-        options = self._options
-        tasks = plan(options.seed, len(options.prompts), options.cuts, options.ways, options.kill_share)
+        """Everything, once. An engine or a sidecar that goes away ends it, and loses nothing of what was found."""
+        tasks = plan(
+            self._options.seed,
+            len(self._options.prompts),
+            self._options.cuts,
+            self._options.ways,
+            self._options.kill_share,
+        )
+        planted: list[Planted] = []
+        stopped = ""
+        try:
+            await self._interrupt(tasks)
+            await self._plant(planted)
+        except (MidstreamError, OSError, aiohttp.ClientError) as error:
+            stopped = f"{error or type(error).__name__}"
+        controlled = [self._controlled[i] for i in sorted(self._controlled)]
+        return Findings(controlled, self._in_order(tasks), planted, stopped)
+
+    async def _interrupt(self, tasks: Sequence[Task]) -> None:
         gentle = [t for t in tasks if t.way is not Way.KILL]
         kills = [t for t in tasks if t.way is Way.KILL]
-        self._tell(Begun("undisturbed and moved", len(options.prompts) + len(gentle)))
+        self._tell(Begun("undisturbed and moved", len(self._options.prompts) + len(gentle)))
         await self._prompts(gentle)
         if kills:
             self._tell(Begun("killed", len(kills)))
         for task in kills:
             await self._case(task)
-        found = Findings([self._controlled[i] for i in sorted(self._controlled)], self._in_order(tasks))
-        if options.faults:
-            self._tell(Begun("planted faults", len(options.faults)))
-        for fault in options.faults:
-            planted = await self._planter.plant(fault, self._tell)
-            found.planted.append(planted)
-            self._tell(planted)
-        return found
+
+    async def _plant(self, planted: list[Planted]) -> None:
+        if self._options.faults:
+            self._tell(Begun("planted faults", len(self._options.faults)))
+        for fault in self._options.faults:
+            planted.append(await self._planter.plant(fault, self._tell))
+            self._tell(planted[-1])
 
     async def _prompts(self, tasks: Sequence[Task]) -> None:
         """Prompt by prompt, some of them at a time; the runs of one prompt never overlap."""
@@ -151,9 +170,12 @@ class Verification:
                     if task.prompt == index:
                         await self._case(task)
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(self._options.concurrency):
-                group.create_task(work())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self._options.concurrency):
+                    group.create_task(work())
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
 
     async def _control(self, prompt: Prompt) -> Controlled:
         left_out: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from midstream.loadtest.verify import record, screen
 from midstream.loadtest.verify.cuts import Task, Way
 from midstream.loadtest.verify.html import page
-from midstream.loadtest.verify.judge import Reading, Settling, judge
+from midstream.loadtest.verify.judge import Reading, Settling, Verdict, judge
 from midstream.loadtest.verify.plants import Attempt, Fault, Planted
 from midstream.loadtest.verify.prompts import COMPLETIONS, Prompt
 from midstream.loadtest.verify.record import Identity, Status
@@ -54,6 +54,12 @@ def findings(*cases: Case, planted: tuple[Planted, ...] = FOUND, **changes: Any)
     return Findings([controlled], list(cases), list(planted))
 
 
+def stopped(*cases: Case, planted: tuple[Planted, ...]) -> Findings:
+    found = findings(*cases, planted=planted)
+    found.stopped = "the sidecar has ended\nits log"
+    return found
+
+
 def made(found: Findings, **options: Any) -> dict[str, Any]:
     return record.record(found, Options((PROMPT,), **options), IDENTITY, 12.5)
 
@@ -80,6 +86,8 @@ def test_a_pass_is_every_answer_identical_and_every_fault_found() -> None:
         (made(findings(case(), planted=()), faults=()), Status.OPEN),
         (made(findings()), Status.OPEN),
         (made(findings(case(), error="error: 400")), Status.OPEN),
+        (made(stopped(case(), planted=FOUND[:1])), Status.STOPPED),
+        (made(stopped(case(), case(got=WRONG), planted=())), Status.FAILED),
     ],
 )
 def test_anything_less_is_no_pass(told: dict[str, Any], wanted: Status) -> None:
@@ -188,6 +196,13 @@ def test_a_processor_is_named_where_there_is_no_gpu() -> None:
     )
     assert (told.gpu, told.driver, told.engine) == ("cpu AVX512, Intel", "none", "transformers 5")
     assert record.versions({"device": "NVIDIA H200, driver 580", "model": "m"}).gpu == "NVIDIA H200"
+
+
+def test_the_page_of_documentation_names_every_field_verdict_and_status() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "verify.md").read_text()
+    assert [name for name in PASSED if f"`{name}`" not in text] == []
+    assert [verdict for verdict in Verdict if f"| `{verdict.value}` |" not in text] == []
+    assert [status for status in Status if f"\n| {status.value} | " not in text] == []
 
 
 class _Links(HTMLParser):

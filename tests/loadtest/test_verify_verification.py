@@ -24,6 +24,7 @@ from midstream.loadtest.verify.verification import (
     advice,
 )
 from midstream.session.disk_store import DiskStore
+from midstream.session.errors import EngineError
 
 TOKENS = tuple(range(1, 21))
 
@@ -240,3 +241,21 @@ def test_the_least_exact_takeover_decides_what_an_answer_is_worth(
 ) -> None:
     told = least_exact([{"outcome": outcome} for outcome in outcomes], ended_well=ended_well)
     assert told.get("outcome", "") == wanted
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+async def test_an_engine_that_goes_away_ends_a_verification_and_loses_nothing_of_it(
+    tmp_path: Path, concurrency: int
+) -> None:
+    def gone(prompt: Prompt, way: Way, at: int, number: int) -> Run:
+        if prompt.name == "p2":
+            raise EngineError("the sidecar has ended")
+        return exact(at)
+
+    options = Options(prompts(4), cuts=2, ways=(Way.MOVE,), concurrency=concurrency)
+    found = await verification(tmp_path, ScriptedRunner(interrupted_as=gone), options).run()
+    assert found.stopped == "the sidecar has ended"
+    assert found.planted == []
+    assert len([c for c in found.cases if c.prompt in ("p0", "p1")]) >= (4 if concurrency == 1 else 0)
+    assert all(c.judgement.verdict is Verdict.IDENTICAL for c in found.cases)
+    assert status({**totals(found, options), "stopped": found.stopped}) is Status.STOPPED
