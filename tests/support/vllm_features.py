@@ -102,6 +102,19 @@ def _schema(schema: Mapping[str, Any]) -> dict[str, Any]:
 WEATHER = _tool("get_weather", {"city": {"type": "string", "maxLength": 20}, "days": DAYS})
 TIME = _tool("get_time", {"zone": {"type": "string", "maxLength": 20}})
 THINKING = {"enable_thinking": True}
+
+
+def _thinks_first(prompt: str) -> dict[str, Any]:
+    """An answer that begins in its thoughts, and has a budget for them."""
+    return {
+        "messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": "<think>"}],
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+        "chat_template_kwargs": THINKING,
+        "thinking_token_budget": 25,
+    }
+
+
 PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.1}
 
 FEATURES: tuple[Feature, ...] = (
@@ -137,14 +150,14 @@ FEATURES: tuple[Feature, ...] = (
         logit_bias={str(THINK_END_ID): 9.5},
     ),
     _chat(
-        "JSON schema after reasoning, cut in the thoughts", "Describe a person as JSON.", cuts=(10,),
-        chat_template_kwargs=THINKING, thinking_token_budget=25, max_tokens=90, response_format=_schema(PERSON),
+        "JSON schema after reasoning, cut in the thoughts", cuts=(10,), max_tokens=90, response_format=_schema(PERSON),
+        **_thinks_first("Describe a person as JSON."),
     ),
     _chat(
-        "JSON schema after reasoning, cut in the object", "Describe a person as JSON.", cuts=(45,),
-        chat_template_kwargs=THINKING, thinking_token_budget=25, max_tokens=90, response_format=_schema(PERSON),
+        "JSON schema after reasoning, cut in the object", cuts=(45,), max_tokens=90, response_format=_schema(PERSON),
+        **_thinks_first("Describe a person as JSON."),
     ),
-    _chat("thinking_token_budget", chat_template_kwargs=THINKING, thinking_token_budget=25, ignore_eos=True),
+    _chat("thinking_token_budget", cuts=(10, 35), ignore_eos=True, **_thinks_first(STORY)),
     _chat("cache_salt", cache_salt="pepper"),
     _chat("priority", priority=-5),
     _text("chunked prefill", LONG_PROMPT, temperature=1, seed=7),

@@ -5,6 +5,7 @@ kills do is in the other files. A client must not be able to tell a moved answer
 """
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -190,6 +191,24 @@ def test_nobody_can_tell_a_moved_answer_from_an_undisturbed_one(
     else:
         told = case.moved.headers["X-Midstream-Outcome"], case.moved.headers["X-Midstream-Takeovers"]
         assert told == (feature.outcome, str(len(feature.cuts)))
+
+
+def test_the_cases_are_what_their_names_say(ran: dict[str, Ran | BaseException]) -> None:
+    """A case in which nothing of what it is about ever happened would pass for nothing."""
+    for feature in FEATURES:
+        plain = _of(ran, feature.name).plain
+        if "JSON schema" in feature.name:
+            assert set(json.loads(plain.text(".content"))) == {"name", "age", "tags"}, plain.values
+        if "reasoning" in feature.name or "thinking" in feature.name:
+            assert plain.text(".reasoning"), plain.values
+            assert plain.text(".content"), plain.values
+        if feature.name in ("tool call, named", "tool call, required", "unstreamed tool call"):
+            assert "get_weather" in json.dumps(plain.values) or "get_time" in json.dumps(plain.values)
+        if feature.name == "tool calls, two":
+            names = [v for k, v in plain.values.items() if k.endswith(".function.name")]
+            assert names == ["get_weather", "get_time"], plain.values
+        if "stop" in feature.name or feature.name == "repetition_detection":
+            assert plain.values["choices.0.finish_reason"] != "length", plain.values
 
 
 def _within(feature: Feature) -> float:
