@@ -1,8 +1,8 @@
 """Run by vLLM's interpreter: what its front end makes of a text, token by token or with the first ones in one piece.
 
 No engine is started. Tokenizer and parsers, the processor of Responses' events and the converter of Messages are
-vLLM's; the chunks between parser and converter are made here, as its chat stream makes them. Prints one JSON object: for
-each case and API the events of each way to cut the text, each with the number of tokens after which it comes.
+vLLM's; the chunks between parser and converter are made here, as its chat stream makes them. Prints one JSON object:
+for each case and API the events of each way to cut the text, each with the number of tokens after which it comes.
 """
 
 import asyncio
