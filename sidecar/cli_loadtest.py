@@ -149,6 +149,7 @@ def loadtest(
     test = LoadTest(
         options,
         progress,
+        progress.line,
         lambda name, entry: progress.line(
             f"{name}: fault {entry.number} {entry.kind} {entry.worker or '-'} at {entry.at_s:.1f} s: "
             + (f"{entry.decoding} decoding, {entry.prefilling} prefilling" if entry.hit else entry.detail)

@@ -78,9 +78,11 @@ class Options:
 class LoadTest:
     """Runs one. `passed` holds what is through, so that an interrupted run can still be reported."""
 
-    def __init__(self, options: Options, tell: Tell, on_fault: Callable[[str, Logged], None]) -> None:
+    def __init__(self, options: Options, tell: Tell, say: Tell, on_fault: Callable[[str, Logged], None]) -> None:
         self._options = options
+        # What changes all the time, and what is said once.
         self._tell = tell
+        self._say = say
         self._on_fault = on_fault
         self._asks: list[Ask] = []
         self._controls: dict[int, list[Sequence[int]]] = defaultdict(list)
@@ -114,7 +116,7 @@ class LoadTest:
 
     async def _engines_alone(self) -> None:
         options = self._options
-        self._tell(f"engine: starting {options.workers} without a sidecar")
+        self._say(f"engine: starting {options.workers} without a sidecar")
         engines = Engines(options.command, options.workers)
         try:
             await engines.start(self._http, timeout_s=options.start_s)
@@ -175,7 +177,7 @@ class LoadTest:
     @asynccontextmanager
     async def _sidecar(self, strategy: Strategy, plan: Plan) -> AsyncIterator[tuple[SidecarProcess, Path | None]]:
         options = self._options
-        self._tell(f"{strategy}: starting a sidecar and {options.workers} workers")
+        self._say(f"{strategy}: starting a sidecar and {options.workers} workers")
         with tempfile.TemporaryDirectory(prefix="midstream-relays-") as folder:
             command, relays = list(options.command), None
             environ: dict[str, str] = {}
