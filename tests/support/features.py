@@ -65,7 +65,13 @@ def _stopping_at_id(plain: Told) -> tuple[int, dict[str, Any]]:
 FEATURES: tuple[Feature, ...] = (
     Feature("greedy", "`temperature: 0`", GREEDY),
     Feature("greedy, first token", "`temperature: 0`, cut at the first token", GREEDY, cuts=(1,)),
-    Feature("several moves", "moved after 8, 40 and 80 tokens", {**GREEDY, "max_tokens": 260}, cuts=(8, 40, 80)),
+    Feature(
+        "several moves",
+        "moved after 8, 40 and 80 tokens",
+        {**GREEDY, "max_tokens": 260},
+        cuts=(8, 40, 80),
+        unstreamed="",
+    ),
     Feature("chat", "`/v1/chat/completions`", CHAT),
     Feature("temperature", "`temperature: 1.3`", {**SAMPLED, "temperature": 1.3}),
     Feature("top_p", "`top_p: 0.8`", {**SAMPLED, "top_p": 0.8}),
@@ -159,4 +165,51 @@ FEATURES: tuple[Feature, ...] = (
     Feature("n, chat", "`n: 2` in a chat", {**CHAT, "n": 2}, sessions=2),
     Feature("several prompts", "`prompt: [text, text]`", {**SAMPLED, "prompt": ["One", "Two"]}, sessions=2),
     Feature("from disk", "KV from a stored snapshot", GREEDY, tier="disk"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """One row of what the engine does not offer: the fields that ask for it, and which of them its error names."""
+
+    name: str
+    fields: dict[str, Any]
+    param: str
+    chat: bool = False
+
+
+_TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+_SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}}
+_PICTURE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
+
+NOT_OFFERED: tuple[Refused, ...] = (
+    Refused("best_of", {"best_of": 2}, "best_of"),
+    Refused("beam search", {"use_beam_search": True}, "use_beam_search"),
+    Refused("echo", {"echo": True}, "echo"),
+    Refused("prompt_logprobs", {"prompt_logprobs": 1}, "prompt_logprobs"),
+    Refused("suffix", {"suffix": "the end"}, "suffix"),
+    Refused("bad_words", {"bad_words": ["no"]}, "bad_words"),
+    Refused("allowed_token_ids", {"allowed_token_ids": [70]}, "allowed_token_ids"),
+    Refused("repetition_detection", {"repetition_detection": {"max_pattern_size": 3}}, "repetition_detection"),
+    Refused("logprobs of chosen ids", {"logprobs": 1, "logprob_token_ids": [70]}, "logprob_token_ids"),
+    Refused("JSON schema", {"response_format": _SCHEMA}, "response_format", chat=True),
+    Refused("JSON object", {"response_format": {"type": "json_object"}}, "response_format", chat=True),
+    Refused("regex", {"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
+    Refused("grammar", {"guided_grammar": 'root ::= "a"'}, "guided_grammar"),
+    Refused("choice", {"guided_choice": ["a", "b"]}, "guided_choice"),
+    Refused("tool calls", {"tools": [_TOOL]}, "tools", chat=True),
+    Refused("tool_choice", {"tool_choice": "required"}, "tool_choice", chat=True),
+    Refused("reasoning_effort", {"reasoning_effort": "high"}, "reasoning_effort", chat=True),
+    Refused("include_reasoning", {"include_reasoning": False}, "include_reasoning", chat=True),
+    Refused("thinking_token_budget", {"thinking_token_budget": 5}, "thinking_token_budget", chat=True),
+    Refused("priority", {"priority": 1}, "priority"),
+    Refused("stream_interval", {"stream_interval": 5}, "stream_interval"),
+    Refused("token offsets and prompt text", {"return_prompt_text": True}, "return_prompt_text"),
+    Refused("prompt embeddings", {"prompt_embeds": "AAAA"}, "prompt_embeds"),
+    Refused("images", {"messages": _PICTURE}, "messages", chat=True),
+    Refused("chat template of the client's own", {"chat_template": "{{ x }}"}, "chat_template", chat=True),
+    Refused("logits processors", {"logits_processors": ["some.where"]}, "logits_processors"),
+    Refused("truncate_prompt_tokens", {"truncate_prompt_tokens": 4}, "truncate_prompt_tokens"),
+    Refused("LoRA adapter", {"model": "another"}, "model"),
+    Refused("a field that nobody knows", {"some_future_field": 0}, "some_future_field"),
 )

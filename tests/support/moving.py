@@ -27,6 +27,8 @@ from support.told import Told, differences, tell
 
 Body = Mapping[str, Any]
 Result = TypeVar("Result")
+# Does something to a worker that has been stopped, and to what it holds of a session.
+Harm = Callable[[dict[str, Any], str], Awaitable[None]]
 ADMISSION_S = 60.0
 MOVE_S = 120.0
 TRIES = 8
@@ -95,11 +97,9 @@ class Stage:
         """Run requests side by side, and move each as it says."""
         await self.ready()
         running = []
-        async with self._still():
+        async with self.still():
             for ask in asks:
-                known = await self._sessions()
-                asking = asyncio.create_task(self.tell(ask.body, **headers))
-                names = await self._new(known, ask.sessions, asking)
+                asking, names = await self.begin(ask.body, ask.sessions, **headers)
                 moving = [asyncio.create_task(self._move(name, ask, asking)) for name in names]
                 running.append((asking, names, moving))
         async with asyncio.timeout(MOVE_S):
@@ -107,32 +107,32 @@ class Stage:
                 await asyncio.gather(asking, *moving)
         return [await self._ended(asking, names, moving) for asking, names, moving in running]
 
-    async def moved_at(self, body: Body, at: int, **headers: str) -> Moved:
+    async def moved_at(self, body: Body, at: int, *, harm: Harm | None = None, **headers: str) -> Moved:
         """The answer to a request that is moved after exactly so many outputs, or one more.
 
-        Its worker is stopped there, and goes on when the answer is complete: nothing else must run. On a busy machine
-        it may go too far, or be done, before it is stopped: then once more.
+        Its worker is stopped there (and what it holds is harmed), and goes on when the answer is complete: nothing else
+        must run. On a busy machine it may go too far, or be done, before it is stopped: then once more.
         """
         for _ in range(TRIES):
-            moved = await self._stopped_at(body, at, headers)
+            moved = await self._stopped_at(body, at, harm, headers)
             if moved is not None and moved.cuts[0] <= at + 1:
                 return moved
         raise AssertionError(f"{TRIES} times it had gone too far beyond token {at} before it was stopped")
 
-    async def _stopped_at(self, body: Body, at: int, headers: Mapping[str, str]) -> Moved | None:
+    async def _stopped_at(self, body: Body, at: int, harm: "Harm | None", headers: Mapping[str, str]) -> Moved | None:
         await self.ready()
-        known = await self._sessions()
-        async with self._still():
-            asking = asyncio.create_task(self.tell(body, **headers))
-            [name] = await self._new(known, 1, asking)
+        async with self.still():
+            asking, [name] = await self.begin(body, 1, **headers)
             workers = {w["name"]: w for w in await self.process.workers(self.http)}
-            worker = workers[(await self._told(name))["worker"]]
+            worker = workers[(await self.told(name))["worker"]]
             arena = worker_dir(self.process.state_dir, worker["name"]) / f"{worker['epoch']}.arena"
             stopping = asyncio.create_task(asyncio.to_thread(_stop_at, worker["pid"], arena, name, at))
         cuts = []
         try:
             async with asyncio.timeout(MOVE_S):
                 await stopping
+                if harm is not None:
+                    await harm(worker, name)
                 try:
                     cuts.append(await self.control.move(name))
                     await asking
@@ -142,7 +142,7 @@ class Stage:
         finally:
             os.kill(worker["pid"], signal.SIGCONT)
         told = await asking
-        return Moved(told, tuple(cuts), tuple((await self._told(name))["outcomes"]), (name,)) if cuts else None
+        return Moved(told, tuple(cuts), tuple((await self.told(name))["outcomes"]), (name,)) if cuts else None
 
     async def _move(self, name: SessionId, ask: Ask, asking: "asyncio.Task[Told]") -> list[int]:
         if ask.tier == "disk":
@@ -183,7 +183,7 @@ class Stage:
         await self.process.wait_ready(self.http, timeout_s=limit_s)
 
     @asynccontextmanager
-    async def _still(self) -> AsyncIterator[None]:
+    async def still(self) -> AsyncIterator[None]:
         """While this lasts no worker takes a step, if they can be asked for that."""
         workers = await self.process.workers(self.http) if self._quiet else []
         try:
@@ -201,8 +201,24 @@ class Stage:
     async def _sessions(self) -> set[str]:
         return {session["session"] for session in await self.process.sessions(self.http)}
 
-    async def _told(self, name: SessionId) -> dict[str, Any]:
+    async def told(self, name: SessionId) -> dict[str, Any]:
+        """What the sidecar says of a session."""
         return next(s for s in await self.process.sessions(self.http) if s["session"] == name)
+
+    async def begin(
+        self, body: Body, sessions: int = 1, **headers: str
+    ) -> tuple["asyncio.Task[Told]", list[SessionId]]:
+        """Send a request, and return when it has become so many sessions."""
+        known = await self._sessions()
+        asking = asyncio.create_task(self.tell(body, **headers))
+        return asking, await self._new(known, sessions, asking)
+
+    async def until(self, holds: Callable[[], Awaitable[bool]], limit_s: float = MOVE_S) -> None:
+        """Look until something holds that the sidecar tells."""
+        deadline_s = time.monotonic() + limit_s
+        while not await holds():
+            assert time.monotonic() < deadline_s, f"{holds} did not come true within {limit_s:g} s"
+            await asyncio.sleep(0.005)
 
     async def _new(self, known: set[str], count: int, asking: "asyncio.Task[Told]") -> list[SessionId]:
         """The sessions of a request that has just been sent."""
