@@ -1,14 +1,18 @@
 """Sessions of the embedded engine that go on after a SIGKILL: real servers, a real holder, a mover done by hand."""
 
 import asyncio
+import os
 import secrets
+import signal
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
 from midstream.session.arena import LoadState, SlotState
+from midstream.session.held import HolderClient
 from midstream.session.ids import SessionId
 from midstream.session.marker import KvSource, Marker, Resume
 from support.embedded import Bench, Told, Worker, listen, resume_marker
@@ -274,3 +278,45 @@ async def test_a_finished_session_leaves_no_blocks_behind(standby: Worker, http:
         assert slot.finish == "length"
         assert reader.table(slot).blocks == ()
         assert len(reader.journal(slot)) == 5
+
+
+async def test_the_pool_of_an_engine_that_still_runs_is_not_taken_over(bench: Bench) -> None:
+    old = bench.start("stubborn", args=POOL)
+    old.server.wait_ready()
+    new = bench.start("stubborn", epoch=2, adopt=old.arena, args=POOL)
+    new.server.wait_ready()
+    with closing(new.reader()) as reader:
+        facts = reader.facts()
+        assert facts is not None
+        assert facts["adopted"] is False
+        assert facts["pools"] == ["stubborn/2/0"]
+    memories = set()
+    for epoch in (1, 2):
+        fd, _ = HolderClient(bench.socket).get(f"stubborn/{epoch}/0")
+        memories.add(os.fstat(fd).st_ino)
+        os.close(fd)
+    assert len(memories) == 2
+    new.server.kill()
+    old.server.kill()
+
+
+async def test_an_engine_waits_for_the_end_of_the_one_before_it(bench: Bench) -> None:
+    old = bench.start("late", args=POOL)
+    old.server.wait_ready()
+    # A process that is stopped has not ended, and does not end by itself.
+    old.server.process.send_signal(signal.SIGSTOP)
+    new = bench.start("late", epoch=2, adopt=old.arena, args=POOL)
+    while not _maps(new.server.process.pid, "libtorch"):
+        assert new.server.process.poll() is None
+        await asyncio.sleep(0.05)
+    old.server.kill()
+    new.server.wait_ready()
+    with closing(new.reader()) as reader:
+        facts = reader.facts()
+        assert facts is not None
+        assert facts["adopted"] is True
+    new.server.kill()
+
+
+def _maps(pid: int, library: str) -> bool:
+    return library in Path(f"/proc/{pid}/maps").read_text()
