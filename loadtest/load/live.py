@@ -28,7 +28,6 @@ class Live:
     planned_s: float
     sent_s: float = 0.0
     ended_s: float | None = None
-    worker: str = ""
     session: str = ""
     tokens: list[int] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)

@@ -165,14 +165,13 @@ class Pass:
         passed.duration_s = duration_s
         passed.faults = striker.log if striker is not None else []
         passed.resources = resources.told(duration_s)
-        times_s = [entry.clock_s for entry in passed.faults if entry.hit]
         passed.records = [
             record_of(
                 live,
                 strategy=self._name,
                 began_s=self._driver.began_s,
                 controls=self._controls.get(live.ask.index, ()),
-                fault_times_s=times_s,
+                fault_times_s=[entry.clock_s for entry in passed.faults if entry.concerns(live.session)],
                 outcomes=passed.sessions.get(live.session, {}).get("outcomes", ()),
             )
             for live in self._driver.lives

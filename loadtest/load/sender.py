@@ -73,7 +73,6 @@ class Sender:
     async def _attempt(self, live: Live) -> None:
         url = self._route.urls[self._turn % len(self._route.urls)]
         self._turn += 1
-        live.worker = url if len(self._route.urls) > 1 else live.worker
 
         def on_tokens(answer: Answer) -> None:
             live.take(answer, time.perf_counter())

@@ -59,6 +59,10 @@ class Logged:
     arena_full: int = 0
     clock_s: float = 0.0
 
+    def concerns(self, session: str) -> bool:
+        """Whether it hit a stream, as far as is known: without a session any that ran may have been hit."""
+        return self.hit and (not session or not self.sessions or session in self.sessions)
+
     def told(self) -> dict[str, Any]:
         """Without the clock of this process, which means nothing elsewhere."""
         said = asdict(self)

@@ -117,6 +117,9 @@ async def test_the_worker_that_decodes_is_hit_and_the_log_says_what_was_on_it(fl
     [entry] = one.log
     assert (entry.hit, entry.worker, entry.decoding, entry.prefilling) == (True, "worker-1", 1, 0)
     assert entry.sessions == [ONE]
+    assert entry.concerns(ONE)
+    assert entry.concerns("")
+    assert not entry.concerns(TWO)
     assert entry.processes
     assert fleet.all[0].is_alive
     assert fleet.all[1].process.wait(10) == -signal.SIGKILL
