@@ -7,6 +7,7 @@ runs on is `verify_bench.py`, what is shown `verify_screen.py`: both are importe
 import asyncio
 import json
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,6 +102,9 @@ def verify(
     from ..loadtest.verify.verification import Options
     from . import verify_bench, verify_screen
 
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # As Ctrl-C: the sidecar and the engines that were started for this end with it.
+        signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
     if check_file is not None:
         told = record.read(check_file)
         return verify_screen.tell_check(asyncio.run(verify_bench.check(engines, told)), told, as_json=as_json)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from midstream.loadtest.harness import SidecarProcess, Victim, kill_worker
@@ -93,6 +94,31 @@ def test_what_samples_without_a_seed_is_unsettled_and_says_what_to_set(command: 
     body = told(done)
     assert (done.returncode, body["unsettled"], body["identical"]) == (4, 2, 0), done.stderr[-3000:]
     assert any("seed" in text for text in body["advice"])
+
+
+def test_a_verification_that_is_ended_leaves_nothing_behind(command: list[str], prompts: Path, tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "midstream.sidecar.cli", "verify", "--prompts", str(prompts), "--", *command]
+    with (tmp_path / "verify.log").open("wb") as sink:
+        running = subprocess.Popen(argv, stdout=sink, stderr=sink)
+    seen: set[psutil.Process] = set()
+
+    def engines_run() -> bool:
+        assert running.poll() is None, (tmp_path / "verify.log").read_text()
+        seen.update(psutil.Process(running.pid).children(recursive=True))
+        return sum("midstream.adapters.transformers.server" in " ".join(_words(p)) for p in seen) >= 2
+
+    _wait(engines_run)
+    running.terminate()
+    assert running.wait(150) == 130
+    assert [_words(process) for process in seen if _words(process)] == []
+
+
+def _words(process: psutil.Process) -> list[str]:
+    """Its command line; none when it is over."""
+    try:
+        return [] if process.status() == psutil.STATUS_ZOMBIE else process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
 
 
 def free_port() -> int:
