@@ -75,10 +75,11 @@ def wishes_of(body: dict[str, Any], *, chat: bool, hiding: Hiding | None, events
     )
 
 
-def wants_seed(body: dict[str, Any]) -> bool:
-    """Whether a request samples at random without saying how."""
+def wants_seed(body: dict[str, Any], *, takes_seed: bool = True) -> bool:
+    """Whether a request samples at random without saying how. What an API has no field for says nothing."""
     temperature = body.get("temperature")
-    return body.get("seed") is None and not (isinstance(temperature, int | float) and temperature == 0)
+    has_seed = takes_seed and body.get("seed") is not None
+    return not has_seed and not (isinstance(temperature, int | float) and temperature == 0)
 
 
 @dataclass(frozen=True, slots=True)

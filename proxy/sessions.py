@@ -116,7 +116,9 @@ class Sessions:
         self, request: web.Request, part: Part, policy: Policy, obstacle: str, parent: str, seed: int
     ) -> SessionFacts:
         drawn = None
-        if self._settings.assign_seed and not obstacle and wants_seed(part.body):
+        events = events_of(request.path)
+        takes_seed = events is None or events.takes_seed
+        if self._settings.assign_seed and not obstacle and wants_seed(part.body, takes_seed=takes_seed):
             # Unlike those of a client, seeds that are drawn differ for equal prompts, too.
             drawn = seed + part.index
         return SessionFacts(

@@ -89,6 +89,8 @@ def test_each_attempt_sends_the_same_request_but_for_the_marker() -> None:
 )
 def test_only_unseeded_sampling_wants_a_seed(body: dict[str, Any], wants: bool) -> None:
     assert wants_seed(body) is wants
+    # A member that the engine does not know is no seed.
+    assert wants_seed(body, takes_seed=False) is ("temperature" not in body)
 
 
 def test_what_may_hold_text_back_is_known_from_the_request() -> None:
