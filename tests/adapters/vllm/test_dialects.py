@@ -115,8 +115,8 @@ async def test_an_answer_that_is_moved_at_any_token_is_the_undisturbed_one(
 ) -> None:
     case = CASES[name]
     await rig.ready(http)
-    for cut in case.cuts:
-        heard = await moved(rig, http, case, cut)
+    answers = await asyncio.gather(*(moved(rig, http, case, cut) for cut in case.cuts))
+    for cut, heard in zip(case.cuts, answers, strict=True):
         require_same(name, heard, plain)
         assert "outcome=exact takeovers=1" in heard.report, (cut, heard.report)
 
