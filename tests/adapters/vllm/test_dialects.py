@@ -123,7 +123,7 @@ async def test_an_answer_that_is_moved_at_any_token_is_the_undisturbed_one(
 
 async def test_all_of_them_go_on_after_one_kill(rig: Rig, http: aiohttp.ClientSession, plain: dict[str, Heard]) -> None:
     names = [name for name in CASES if "stop" not in name]
-    heard = await killed(rig, http, [CASES[name] for name in names], deltas=12)
+    heard = await killed(rig, http, [CASES[name] for name in names], deltas=2)
     for name, got in zip(names, heard, strict=True):
         require_same(name, got, plain)
     reports = {name: got.report for name, got in zip(names, heard, strict=True)}
