@@ -49,7 +49,7 @@ class Several:
         self.names.add(body["id"])
         if body.get("usage") and not body["choices"]:
             assert self.usage is None, "a second usage chunk"
-        self.usage = body.get("usage") or self.usage
+            self.usage = body["usage"]
         for choice in body["choices"]:
             text, ids, logprobs, finish = self.choices.get(choice["index"], ("", [], [], ""))
             assert not finish, f"choice {choice['index']} goes on after its end"
@@ -89,6 +89,7 @@ async def ask_several(
         told.sessions = [name for name in answer.headers.get("X-Midstream-Session", "").split(", ") if name]
         if answer.content_type != "text/event-stream":
             told.take(await answer.json())
+            told.usage = told.raw[0].get("usage")
             told.report = (
                 answer.headers.get("X-Midstream-Outcome", ""),
                 int(answer.headers.get("X-Midstream-Takeovers", "0")),

@@ -92,7 +92,6 @@ async def test_choices_of_a_killed_worker_go_on_while_the_others_stream(rig: Rig
         assert (alone[0], alone[1], alone[3]) == (through[0], through[1], through[3])
     assert got.usage == before.usage
     assert got.report == ("exact", 2)
-    await rig.ready(http)
 
 
 ECHOES: dict[str, dict[str, Any]] = {
@@ -138,7 +137,8 @@ async def test_a_stream_begins_with_its_prompt_as_the_engines_own_does(
 ) -> None:
     await rig.ready(http)
     [url, *_] = [w["url"] for w in await rig.sidecar.workers(http)]
-    body = {"return_token_ids": False, **ECHOES[name], "stream": True} | {"prompt_logprobs": None}
+    # vLLM's own stream with echo, logprobs and n > 1 ends in an error, and prompt_logprobs are not for streams.
+    body = {"return_token_ids": False, **ECHOES[name], "stream": True} | {"prompt_logprobs": None, "n": 1}
     direct = await ask_several(http, url, body)
     proxied = await ask_several(http, rig.sidecar.url, body, X_Midstream_Policy="exact")
     assert (direct.error, proxied.error) == (None, None)
@@ -180,4 +180,3 @@ async def test_an_echoed_answer_survives_its_worker(rig: Rig, http: aiohttp.Clie
     assert got.error is None
     assert joined(got) == settled(joined(before))
     assert got.report == ("exact", 1)
-    await rig.ready(http)
