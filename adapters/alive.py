@@ -100,6 +100,15 @@ def require_gone(facts: Mapping[str, Any], within_s: float | None = None) -> Non
             raise PoolError(f"process {process.pid} of the engine that has it still runs; end it before a new start")
 
 
+def nothing_left(facts: Mapping[str, Any]) -> bool:
+    """Whether nothing is left of the engine that published `facts`; False where that cannot be known."""
+    try:
+        require_gone(facts, 0)
+    except PoolError:
+        return False
+    return True
+
+
 def _told(pid: int) -> list[int]:
     # One that has died by now is told as one that nobody can be.
     return [pid, _started(pid) or 0]

@@ -1,7 +1,7 @@
 """The daemon: the one place where sockets, processes, workers, coordinator and proxy are wired together.
 
 Decides nothing itself. Order of a start: state folder, holder, mover, listening socket, engines; of an end: no new
-sessions, running ones end (bounded), engines, mover. The holder stays.
+sessions, running ones end (bounded), engines, mover. The holder stays where somebody still needs it (`leaving.py`).
 """
 
 import asyncio
@@ -33,6 +33,7 @@ from .config import Listen, Settings
 from .control import Control, serving_control
 from .coordinator import CoordinatorSettings, SidecarCoordinator
 from .hang import is_hung
+from .leaving import has_claimed_places, past_use
 from .metrics import Metrics
 from .mover.client import MoverClient
 from .processes import send
@@ -100,6 +101,7 @@ class _Daemon:
             port = self._port()
             listener = self._listen(port)
             stack.callback(listener.close)
+            stack.push_async_callback(self._leave)
             await self._holder.ensure()
             self._clear_leftovers()
             await self._mover.ensure()
@@ -133,6 +135,17 @@ class _Daemon:
         await asyncio.gather(*(s.stop() for s in self._supervised.values()))
         # The holder stays; the pools of engines that are no more must not.
         await asyncio.gather(*self._releases)
+
+    async def _leave(self) -> None:
+        """The holder stays only where it keeps a pool, or an engine may yet bring one."""
+        for worker in self._workers.all():
+            for epoch in past_use(filter(None, (worker.current, *worker.older))):
+                for pool in epoch.pools:
+                    await asyncio.to_thread(self._holder.forget, pool)
+                if epoch.arena_path is not None:
+                    epoch.arena_path.unlink(missing_ok=True)
+        if self._command is not None or not has_claimed_places(self._state):
+            await self._holder.retire()
 
     async def _end_tasks(self) -> None:
         for task in list(self._tasks):

@@ -1,8 +1,9 @@
 """The holder: keeps the descriptors of KV pools, so that the pools outlive every engine and the sidecar itself.
 
-    python -m midstream.sidecar.holder --socket PATH [--pools-max N]
+    python -m midstream.sidecar.holder --socket PATH [--pools-max N] [--idle-s S]
 
-Owns the holder socket (docs/formats.md) and nothing else: it maps no pool, reads no pool and never acts by itself.
+Owns the holder socket (docs/formats.md) and nothing else: it maps no pool, reads no pool and never acts by itself, but
+for one thing: when it holds nothing and nobody has asked for anything in so long, it ends (a sidecar asks each second).
 Invariant: no client can end it or make it grow: names, metas, pools, connections and messages are bounded, and whatever
 cannot be understood is answered with an error or a closed connection. SIGTERM ends it. Standard library only, one
 thread, so that there is as little as possible in it that could die.
@@ -16,6 +17,7 @@ import selectors
 import signal
 import socket
 import sys
+import time
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -30,6 +32,8 @@ POOLS_MAX_LIMIT = 256
 CONNECTIONS_MAX = 128
 FDS_PER_MESSAGE = 4
 LOG_BYTES_MAX = 64 * 1024
+# Longer than a sidecar is away for a restart, and longer than most engines take to bring their pool meanwhile.
+IDLE_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +101,16 @@ class Holder:
         # Insertion order is the order of last use: the first one is the one to close when there are too many.
         self._connections: dict[socket.socket, None] = {}
 
-    def run(self) -> None:
-        """Serve until a signal handler raises."""
+    def run(self, idle_s: float) -> None:
+        """Serve until a signal handler raises, or nothing was held and nobody has asked for `idle_s`."""
+        heard_s = time.monotonic()
         while True:
-            for key, _ in self._selector.select():
+            limit_s = None if self._pools.listing() else max(heard_s + idle_s - time.monotonic(), 0.0)
+            found = self._selector.select(limit_s)
+            if not found and time.monotonic() - heard_s >= idle_s:
+                return
+            heard_s = time.monotonic()
+            for key, _ in found:
                 if key.fileobj is self._listener:
                     self._accept()
                 elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._connections:
@@ -212,10 +222,11 @@ def _write_to(log: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Hold pools until SIGTERM, which is exit status 0; returns only when it cannot."""
+    """Hold pools until SIGTERM or until nobody needs it, which is exit status 0; 1 when it cannot."""
     parser = argparse.ArgumentParser(prog="midstream.sidecar.holder", description="Keeps KV pools alive.")
     parser.add_argument("--socket", required=True)
     parser.add_argument("--pools-max", type=int, default=POOLS_MAX)
+    parser.add_argument("--idle-s", type=float, default=IDLE_S)
     options = parser.parse_args(arguments)
     if not 1 <= options.pools_max <= POOLS_MAX_LIMIT:
         parser.error(f"--pools-max must be 1 to {POOLS_MAX_LIMIT}")
@@ -224,7 +235,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with private_socket(options.socket, socket.SOCK_SEQPACKET, backlog=CONNECTIONS_MAX) as listener:
             _write_to(options.socket + ".log")
-            Holder(listener, Pools(options.pools_max)).run()
+            Holder(listener, Pools(options.pools_max)).run(options.idle_s)
+            return 0
     except ConfigError as error:
         print(f"holder: {error}", file=sys.stderr)
     return 1

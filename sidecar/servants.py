@@ -9,6 +9,7 @@ import asyncio
 import errno
 import logging
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -115,6 +116,24 @@ class HolderKeeper:
             self._on_restart()
             for pool, meta in list(self._metas.items()):
                 await asyncio.to_thread(self._rescue, pool, meta)
+
+    async def retire(self) -> None:
+        """End the holder if it keeps nothing; one that keeps a pool outlives this process."""
+        with suppress(PoolError):
+            if not await asyncio.to_thread(self.client.list):
+                await asyncio.to_thread(self._end)
+
+    def _end(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(KILL_TIMEOUT_S)
+        elif self._inherited_fd is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._inherited_fd, signal.SIGTERM)
+            waiting = select.poll()
+            waiting.register(self._inherited_fd, select.POLLIN)
+            waiting.poll(KILL_TIMEOUT_S * 1000)
 
     def _note_inherited(self) -> None:
         """Remember whose the socket is, if it is no child of ours."""
