@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
+import psutil
 
 from midstream.loadtest.harness import SidecarProcess
 from midstream.session.arena import ArenaReader, SlotState
@@ -69,13 +70,22 @@ class Stage:
     """A sidecar with real workers, and its operator's socket. `quiet`: its engines can be told to take no step."""
 
     def __init__(
-        self, process: SidecarProcess, http: aiohttp.ClientSession, control: ControlClient, model: str, *, quiet: bool
+        self,
+        process: SidecarProcess,
+        http: aiohttp.ClientSession,
+        control: ControlClient,
+        model: str,
+        *,
+        quiet: bool,
+        core: str = "",
     ) -> None:
+        """`core`: part of the name of the process, below a worker's, that computes; "" if it is the worker's own."""
         self.process = process
         self.http = http
         self.control = control
         self.model = model
         self._quiet = quiet
+        self._core = core
 
     # ---- requests
 
@@ -107,26 +117,30 @@ class Stage:
                 await asyncio.gather(asking, *moving)
         return [await self._ended(asking, names, moving) for asking, names, moving in running]
 
-    async def moved_at(self, body: Body, at: int, *, harm: Harm | None = None, **headers: str) -> Moved:
+    async def moved_at(
+        self, body: Body, at: int, *, harm: Harm | None = None, may_end: bool = False, **headers: str
+    ) -> Moved:
         """The answer to a request that is moved after exactly so many outputs, or one more.
 
         Its worker is stopped there (and what it holds is harmed), and goes on when the answer is complete: nothing else
-        must run. On a busy machine it may go too far, or be done, before it is stopped: then once more.
+        must run. On a busy machine it may go too far, or be done, before it is stopped: then once more. `may_end`: an
+        answer that is over then is as good.
         """
         for _ in range(TRIES):
             moved = await self._stopped_at(body, at, harm, headers)
-            if moved is not None and moved.cuts[0] <= at + 1:
+            if (moved.cuts or may_end) and all(cut <= at + 1 for cut in moved.cuts):
                 return moved
         raise AssertionError(f"{TRIES} times it had gone too far beyond token {at} before it was stopped")
 
-    async def _stopped_at(self, body: Body, at: int, harm: "Harm | None", headers: Mapping[str, str]) -> Moved | None:
+    async def _stopped_at(self, body: Body, at: int, harm: "Harm | None", headers: dict[str, str]) -> Moved:
         await self.ready()
         async with self.still():
             asking, [name] = await self.begin(body, 1, **headers)
             workers = {w["name"]: w for w in await self.process.workers(self.http)}
             worker = workers[(await self.told(name))["worker"]]
             arena = worker_dir(self.process.state_dir, worker["name"]) / f"{worker['epoch']}.arena"
-            stopping = asyncio.create_task(asyncio.to_thread(_stop_at, worker["pid"], arena, name, at))
+            pid = self._computing(worker["pid"])
+            stopping = asyncio.create_task(asyncio.to_thread(_stop_at, pid, arena, name, at))
         cuts = []
         try:
             async with asyncio.timeout(MOVE_S):
@@ -140,9 +154,13 @@ class Stage:
                     if refused.reason not in ("no_session", "ended"):
                         raise
         finally:
-            os.kill(worker["pid"], signal.SIGCONT)
-        told = await asking
-        return Moved(told, tuple(cuts), tuple((await self.told(name))["outcomes"]), (name,)) if cuts else None
+            os.kill(pid, signal.SIGCONT)
+        return Moved(await asking, tuple(cuts), tuple((await self.told(name))["outcomes"]), (name,))
+
+    def _computing(self, pid: int) -> int:
+        if not self._core:
+            return pid
+        return next(p.pid for p in psutil.Process(pid).children(recursive=True) if self._core in p.name())
 
     async def _move(self, name: SessionId, ask: Ask, asking: "asyncio.Task[Told]") -> list[int]:
         if ask.tier == "disk":
