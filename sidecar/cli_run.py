@@ -1,11 +1,13 @@
 """The commands that start something: `run`, `serve`, `demo`."""
 
+import json
 import shutil
 from typing import Annotated, Optional
 
 import typer
 
-from ..session.errors import ConfigError
+from ..adapters.registry import adapter_for
+from ..session.errors import ConfigError, EngineError
 from .cli_options import (
     AsJson,
     Assignments,
@@ -63,6 +65,10 @@ def run(
             f"workers ({loaded.places['workers']}) names engines that others started; "
             "leave it out, or use `midstream serve`"
         )
+    try:
+        adapter_for(command)
+    except EngineError as error:
+        raise ConfigError(str(error)) from error
     from . import daemon, logs
 
     logs.configure(loaded.settings.log)
@@ -111,6 +117,9 @@ def demo(
         str, typer.Option("--engine", help="transformers (embedded) or vllm (two real workers).")
     ] = "transformers",
     as_json: AsJson = False,
+    command: Annotated[
+        bool, typer.Option("--command", help="Only print how one worker of it is started, without a port.")
+    ] = False,
 ) -> int:
     """Stream an answer, kill its worker, watch it go on.
 
@@ -118,6 +127,13 @@ def demo(
     """
     if engine not in ("transformers", "vllm"):
         raise ConfigError(f'--engine: expected "transformers" or "vllm", got "{engine}"')
+    if command:
+        from . import environments
+
+        with environments.Progress() as progress:
+            argv, added = environments.demo_engine(engine, progress)
+        print(json.dumps({"argv": argv, "env": added}) if as_json else environments.as_shell(argv, added))
+        return 0
     from . import demo as demonstration
 
     return demonstration.run(engine=engine, as_json=as_json)

@@ -15,11 +15,12 @@ prints how one worker is started: an object with `argv` (without a port) and `en
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import sys
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -161,6 +162,11 @@ def demo_engine(engine: str, report: Report, *, of: str = "model") -> tuple[list
     return [*command, "--served-model-name", name, "--threads", "1"], {}
 
 
+def as_shell(argv: Sequence[str], env: Mapping[str, str]) -> str:
+    """A command with its variables, as it is typed into a shell."""
+    return shlex.join(["env", *(f"{name}={value}" for name, value in env.items()), *argv] if env else argv)
+
+
 class Progress:
     """Shows what is going on: one changing line on a terminal, else now and then a line of its own."""
 
@@ -179,6 +185,12 @@ class Progress:
         elif now_s - self._told_s >= self._EVERY_S:
             self._told_s = now_s
             print(f"{text[:160]} ({now_s - self._began_s:.0f} s)", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Leave the line."""
