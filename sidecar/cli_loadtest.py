@@ -87,7 +87,7 @@ def loadtest(
     limit: Annotated[float, typer.Option("--limit", min=1, help="Most seconds for one pass.")] = 3600.0,
     silence: Annotated[
         float, typer.Option("--silence", min=1, help="Seconds without a byte after which a client gives up.")
-    ] = 60.0,
+    ] = 300.0,
     out: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Where results go (default: a new folder here).")
     ] = Path("."),

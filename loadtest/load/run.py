@@ -55,7 +55,7 @@ class Options:
     controls: int = 1
     limit_s: float = 3600.0
     answer_s: float = 900.0
-    silence_s: float = 60.0
+    silence_s: float = 300.0
     start_s: float = 900.0
     settings: dict[str, str] = field(default_factory=dict)
 
