@@ -75,6 +75,8 @@ class Sender:
         self._turn += 1
 
         def on_tokens(answer: Answer) -> None:
+            # Also when this is ended from outside, what came is there to be judged.
+            live.answer = answer
             live.take(answer, time.perf_counter())
 
         async with aiohttp.ClientSession(
