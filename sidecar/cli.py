@@ -40,7 +40,7 @@ def main() -> int:
     if missing:
         print(
             f"midstream: {', '.join(missing)} not installed; the command needs the sidecar's libraries: "
-            'pip install "midstream[sidecar]"',
+            'in its checkout, pip install ".[sidecar]"',
             file=sys.stderr,
         )
         return Exit.USAGE

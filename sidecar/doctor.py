@@ -55,7 +55,9 @@ def examine(settings: Settings, engine_python: str | None = None) -> list[Check]
     found += _guarded("sidecar", lambda: doctor_engine.sidecar(settings))
     found += _guarded("workers", lambda: doctor_engine.workers(settings))
     if engine_python is not None:
-        found += _guarded("engine", lambda: doctor_engine.environment(engine_python))
+        found += _guarded(
+            "engine", lambda: doctor_engine.environment(engine_python, is_attached=bool(settings.workers))
+        )
     found += _guarded("gpu", lambda: [doctor_engine.gpu()])
     return found
 

@@ -8,6 +8,7 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,11 @@ _ANSWER_TIMEOUT_S = 5.0
 # Runs in the engine's own interpreter; prints one line of JSON, last.
 _PROBE = """
 import importlib.metadata as m, importlib.util as u, json, sys
-found = {"python": sys.version.split()[0], "plugin": [], "engines": {}}
+found = {"python": sys.version.split()[0], "plugin": [], "engines": {}, "installed": None}
+try:
+    found["installed"] = m.version("midstream")
+except m.PackageNotFoundError:
+    pass
 for name in ("vllm", "transformers"):
     if u.find_spec(name) is not None:
         for distribution in (name, name + "-cpu"):
@@ -44,13 +49,18 @@ print(json.dumps(found))
 """
 
 
-def environment(python: str) -> list[Check]:
-    """The engine's interpreter runs, has an engine, and finds the plugin on the path that midstream gives it."""
+def environment(python: str, *, is_attached: bool = False) -> list[Check]:
+    """The engine's interpreter runs, has an engine, and finds the plugin.
+
+    On the path that `midstream run` gives it; and, for engines that others start, in its own environment.
+    """
     path = shutil.which(python)
     if path is None:
         return [fail("engine", f"{python} cannot be run", "name the engine's interpreter with --engine-python")]
     try:
-        found = _probe(path)
+        with tempfile.TemporaryDirectory(prefix="midstream-doctor-") as folder:
+            found = _probe(path, engine_environ(Path(folder), os.environ))
+        alone = _probe(path, os.environ)
     except (OSError, ValueError, subprocess.SubprocessError, EngineError) as error:
         return [fail("engine", f"{path}: {_last_line(error)}", "look whether this interpreter starts at all")]
     engines = found["engines"]
@@ -61,7 +71,8 @@ def environment(python: str) -> list[Check]:
     else:
         names = ", ".join(f"{name} {version}" for name, version in engines.items())
         what = ok("engine", f"{path} (Python {found['python']}) has {names}")
-    return [what, *([_vllm_version(engines["vllm"])] if "vllm" in engines else []), _plugin(found["plugin"])]
+    tested = [_vllm_version(engines["vllm"])] if "vllm" in engines else []
+    return [what, *tested, _plugin(found["plugin"]), _installed(path, alone, is_attached=is_attached)]
 
 
 def workers(settings: Settings) -> list[Check]:
@@ -77,7 +88,7 @@ def sidecar(settings: Settings) -> list[Check]:
         return [ok("sidecar", f"none runs at {sidecar_url(settings)}")]
     found = [ok("sidecar", f"version {status.get('version', 'unknown')} at {sidecar_url(settings)}")]
     found += [_part(name, status.get(name)) for name in ("holder", "mover")]
-    found += [_carries_plugin(w) for w in status.get("workers", []) if isinstance(w, Mapping)]
+    found += [_worker_state(w) for w in status.get("workers", []) if isinstance(w, Mapping)]
     return found
 
 
@@ -89,18 +100,16 @@ def gpu() -> Check:
     return ok("gpu", f"{len(cards)} ({', '.join(cards)})")
 
 
-def _probe(python: str) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="midstream-doctor-") as folder:
-        environ = engine_environ(Path(folder), os.environ)
-        done = subprocess.run(
-            [python, "-c", _PROBE],
-            env=environ,
-            cwd="/",
-            capture_output=True,
-            text=True,
-            timeout=_IMPORT_TIMEOUT_S,
-            check=False,
-        )
+def _probe(python: str, environ: Mapping[str, str]) -> dict[str, Any]:
+    done = subprocess.run(
+        [python, "-c", _PROBE],
+        env=dict(environ),
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=_IMPORT_TIMEOUT_S,
+        check=False,
+    )
     if done.returncode != 0:
         raise EngineError(done.stderr.strip() or f"exit code {done.returncode}")
     answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
@@ -122,7 +131,21 @@ def _plugin(found: list[str]) -> Check:
         return fail("plugin", "the engine does not find it", "reinstall midstream: its metadata names no plugin")
     if found[0] != "loaded":
         return fail("plugin", f"it cannot be loaded there ({found[0]})", "use Python 3.11 or newer for the engine")
-    return ok("plugin", "found and loaded by the engine's interpreter")
+    return ok("plugin", "the engine loads it from the path that `midstream run` gives it")
+
+
+def _installed(python: str, alone: Mapping[str, Any], *, is_attached: bool) -> Check:
+    """Whether an engine that others start, which is given no path, would find the plugin."""
+    name, own = "plugin installed", version("midstream")
+    remedy = f"in midstream's checkout: {python} -m pip install ."
+    if alone["plugin"] == ["loaded"] and alone["installed"] == own:
+        return ok(name, f"midstream {own} is in the engine's own environment, as `midstream serve` needs it")
+    if alone["plugin"] == ["loaded"]:
+        return warn(name, f"midstream {alone['installed']} is in the engine's environment, {own} here", remedy)
+    fact = (
+        "midstream is not in the engine's own environment: `midstream run` needs nothing there, `midstream serve` does"
+    )
+    return (fail if is_attached else warn)(name, fact, remedy)
 
 
 def _worker(worker: WorkerUrl) -> Check:
@@ -146,18 +169,34 @@ def _part(name: str, facts: object) -> Check:
     return ok(name, "reachable")
 
 
-def _carries_plugin(worker: Mapping[str, Any]) -> Check:
-    name = f"worker {worker.get('name')}"
+def _worker_state(worker: Mapping[str, Any]) -> Check:
+    name, state = f"worker {worker.get('name')}", worker.get("state")
+    detail = f" ({worker['detail']})" if worker.get("detail") else ""
+    match state:
+        case "ready":
+            return _plugin_of(name, worker)
+        case "unreachable":
+            return fail(name, f"nobody is there{detail}", "start the engine, or mend its URL")
+        case "dead":
+            return fail(name, f"is dead{detail}", "start it again, unless midstream does; why it ended is in its log")
+        case "failed":
+            return fail(
+                name, f"has failed{detail}", "look at the engine's last lines in the sidecar's log, mend its command"
+            )
+        case "stopped" | "draining":
+            return warn(name, f"is {state}{detail}", "it takes no new sessions; start it again when it is needed")
+    return warn(name, f"is {state}{detail}", "look at the engine's log; wait until it is ready")
+
+
+def _plugin_of(name: str, worker: Mapping[str, Any]) -> Check:
     if worker.get("key") and worker.get("pools") == []:
         return warn(
             name,
-            "carries the plugin, but its KV is in no held memory: after a crash its sessions are recomputed",
+            "is ready and carries the plugin, but its KV is in no held memory: its sessions can only be recomputed",
             "look for `midstream:` in the engine's log; is the holder reachable for it, and this engine supported?",
         )
     if worker.get("key"):
-        return ok(name, "carries the plugin")
-    if worker.get("state") != "ready":
-        return warn(name, f"is {worker.get('state')}", "look at its log; wait until it is ready")
+        return ok(name, "is ready and carries the plugin")
     return warn(
         name,
         "is ready, but shows no sign of the plugin: its sessions can only be recomputed",

@@ -18,6 +18,7 @@ from .config import Settings
 from .doctor import Check, fail, ok, warn
 from .processes import can_die_with_parent
 
+INSTALL = 'in the checkout of midstream: pip install ".[sidecar]"'
 # An older one cannot even install midstream.
 _TESTED_PYTHONS = ((3, 11), (3, 12))
 _OPEN_FILES_MIN = 4096
@@ -37,7 +38,7 @@ def libraries(settings: Settings) -> Check:
     """The sidecar's libraries are there."""
     missing = [name for name in LIBRARIES if find_spec(name) is None]
     if missing:
-        return fail("libraries", f"{', '.join(missing)} not installed", 'pip install "midstream[sidecar]"')
+        return fail("libraries", f"{', '.join(missing)} not installed", INSTALL)
     return ok("libraries", f"all {len(LIBRARIES)} are installed")
 
 
@@ -152,7 +153,9 @@ def store(settings: Settings) -> Check:
         return fail("store", f"{existing} cannot be written ({error.strerror})", "mend its mode or name another folder")
     figures = os.statvfs(existing)
     free = figures.f_bavail * figures.f_frsize
-    fact = f"{folder} can be written, {_mib(free)} free of {_mib(settings.store.bytes_max)} at most"
+    fact = (
+        f"{folder} can be written; snapshots may take {_mib(settings.store.bytes_max)}, the disk has {_mib(free)} free"
+    )
     if free < settings.store.bytes_max:
         return warn("store", fact, "lower store.bytes_max or give it more room; when full, new snapshots stop")
     return ok("store", fact)

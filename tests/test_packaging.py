@@ -100,7 +100,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
 def test_a_bare_installation_says_what_the_command_lacks(bare: Path) -> None:
     done = run(bare / "midstream", "--help")
     assert done.returncode == 2
-    assert 'pip install "midstream[sidecar]"' in done.stderr
+    assert 'pip install ".[sidecar]"' in done.stderr
     assert done.stdout == ""
 
 

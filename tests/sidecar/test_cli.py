@@ -306,5 +306,5 @@ def test_without_the_sidecar_s_libraries_the_remedy_is_told(
     assert call(monkeypatch, "status") == Exit.USAGE
     assert capsys.readouterr().err == (
         "midstream: no_such_library not installed; the command needs the sidecar's libraries: "
-        'pip install "midstream[sidecar]"\n'
+        'in its checkout, pip install ".[sidecar]"\n'
     )

@@ -86,7 +86,22 @@ def test_a_store_with_too_little_room_is_a_warning(settings: Settings, tmp_path:
 def test_an_interpreter_without_an_engine_finds_the_plugin_all_the_same() -> None:
     found = verdicts(doctor_engine.environment(sys.executable))
     assert found["plugin"] is Verdict.OK
+    assert found["plugin installed"] is Verdict.OK
     assert found["engine"] is Verdict.FAIL
+
+
+def test_an_interpreter_without_midstream_will_do_for_run_and_not_for_serve(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    # The interpreter of this environment, but without its site-packages.
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    for is_attached, verdict in ((False, Verdict.WARN), (True, Verdict.FAIL)):
+        found = {c.name: c for c in doctor_engine.environment(str(python), is_attached=is_attached)}
+        assert found["plugin"].verdict is Verdict.OK
+        assert "`midstream run`" in found["plugin"].fact
+        assert found["plugin installed"].verdict is verdict
+        assert "`midstream serve` does" in found["plugin installed"].fact
+        assert found["plugin installed"].remedy.endswith(f"{python} -m pip install .")
 
 
 def test_an_interpreter_that_does_not_start_is_named(tmp_path: Path) -> None:
@@ -118,7 +133,17 @@ def test_what_a_running_sidecar_says_becomes_findings(settings: Settings) -> Non
             {"name": "a", "state": "ready", "key": {"engine": "vllm"}, "pools": ["a/1/0"]},
             {"name": "unplaced", "state": "ready", "key": {"engine": "vllm"}, "pools": []},
             {"name": "b", "state": "ready", "key": None},
-            {"name": "c", "state": "starting"},
+            {"name": "c", "state": "starting", "detail": "its engine loads"},
+            {
+                "name": "d",
+                "state": "dead",
+                "detail": "process python: killed",
+                "key": {"engine": "vllm"},
+                "pools": ["d"],
+            },
+            {"name": "e", "state": "unreachable", "detail": "http://x does not answer"},
+            {"name": "f", "state": "failed", "key": {"engine": "vllm"}},
+            {"name": "g", "state": "draining", "key": {"engine": "vllm"}},
         ],
     }
     with FakeSidecar({"/midstream/v1/status": status, "/health": {}}) as fake:
@@ -126,7 +151,8 @@ def test_what_a_running_sidecar_says_becomes_findings(settings: Settings) -> Non
             listen=Listen(port=fake.port),
             workers=(WorkerUrl(name="w", url=fake.url), WorkerUrl(name="x", url=fake.url + "/no")),
         )
-        found = verdicts(doctor_engine.sidecar(asked))
+        checks = doctor_engine.sidecar(asked)
+        found = verdicts(checks)
         named = verdicts(doctor_engine.workers(asked))
     assert found == {
         "sidecar": Verdict.OK,
@@ -136,7 +162,15 @@ def test_what_a_running_sidecar_says_becomes_findings(settings: Settings) -> Non
         "worker unplaced": Verdict.WARN,
         "worker b": Verdict.WARN,
         "worker c": Verdict.WARN,
+        "worker d": Verdict.FAIL,
+        "worker e": Verdict.FAIL,
+        "worker f": Verdict.FAIL,
+        "worker g": Verdict.WARN,
     }
+    facts = {check.name: check.fact for check in checks}
+    assert facts["worker d"] == "is dead (process python: killed)"
+    assert facts["worker e"] == "nobody is there (http://x does not answer)"
+    assert facts["worker c"] == "is starting (its engine loads)"
     assert named == {"worker w": Verdict.OK, "worker x": Verdict.WARN}
 
 
