@@ -65,14 +65,9 @@ def _stopping_at_id(plain: Told) -> tuple[int, dict[str, Any]]:
 FEATURES: tuple[Feature, ...] = (
     Feature("greedy", "`temperature: 0`", GREEDY),
     Feature("greedy, first token", "`temperature: 0`, cut at the first token", GREEDY, cuts=(1,)),
-    Feature(
-        "several moves",
-        "moved after 8, 40 and 80 tokens",
-        {**GREEDY, "max_tokens": 260},
-        cuts=(8, 40, 80),
-        unstreamed="",
-    ),
-    Feature("chat", "`/v1/chat/completions`", CHAT),
+    Feature("two moves", "moved after 8 and 60 tokens", {**GREEDY, "max_tokens": 160}, cuts=(8, 60), unstreamed=""),
+    Feature("greedy, chat", "`/v1/chat/completions`", {**CHAT, "temperature": 0}),
+    Feature("chat", "sampled", CHAT),
     Feature("temperature", "`temperature: 1.3`", {**SAMPLED, "temperature": 1.3}),
     Feature("top_p", "`top_p: 0.8`", {**SAMPLED, "top_p": 0.8}),
     Feature("top_k", "`top_k: 5`", {**SAMPLED, "top_k": 5}),

@@ -1,0 +1,164 @@
+"""docs/exactness.md is true: its rows name tests that there are, and every case has a row with its verdict."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from midstream.adapters.vllm import obstacles as vllm_obstacles
+from midstream.proxy.eligible import NO_SESSION, NotResumable
+from midstream.proxy.eligible_events import EventObstacle
+from support.exactness_page import PAGE, ROOT, NoRow, Reference, Row, tables
+from support.features import FEATURES, NOT_OFFERED, Feature
+from support.obstacles import OBSTACLES
+from support.vllm_features import FEATURES as VLLM_FEATURES
+
+EMBEDDED = "tests/exactness/test_embedded_features.py"
+REFUSALS = "tests/exactness/test_embedded_refusals.py"
+VLLM = "tests/adapters/vllm/test_engine_features.py"
+NOTHING = "-"
+NOT_HERE = "not offered"
+PASSED = "passed through"
+VERDICTS = {"exact", "recomputed", "restarted", "refused", NOT_HERE, PASSED, NOTHING}
+FIELD_CASES = [*(f"r{n}" for n in range(1, 13)), "s1", "w3"]
+
+
+@pytest.fixture(scope="module")
+def page() -> dict[str, list[Row]]:
+    """The page's tables."""
+    return tables(PAGE.read_text())
+
+
+@pytest.fixture(scope="module")
+def rows(page: dict[str, list[Row]]) -> list[Row]:
+    """All rows of all tables."""
+    return [row for table in page.values() for row in table]
+
+
+@pytest.fixture(scope="module")
+def collected(rows: list[Row]) -> set[str]:
+    """Node ids of the tests in all files that the page names, as pytest finds them."""
+    paths = sorted({reference.path for row in rows for reference in row.tests})
+    missing = [path for path in paths if not (ROOT / path).is_file()]
+    assert not missing, f"docs/exactness.md names files that there are not: {missing}"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *paths],
+        cwd=ROOT, capture_output=True, text=True, timeout=110, env={**os.environ, "PYTEST_ADDOPTS": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return {line for line in done.stdout.splitlines() if "::" in line}
+
+
+def test_every_row_has_a_verdict_for_each_engine_and_names_tests_that_there_are(
+    rows: list[Row], collected: set[str]
+) -> None:
+    assert len(rows) > 100
+    wrong = []
+    for row in rows:
+        if not set(row.verdicts()) <= VERDICTS or set(row.verdicts()) == {NOTHING}:
+            wrong.append(f"{row.name}: verdicts {row.verdicts()}")
+        if not row.tests:
+            wrong.append(f"{row.name}: no test")
+        wrong += [
+            f"{row.name}: no test is {reference}"
+            for reference in row.tests
+            if not any(reference.covers(node) for node in collected)
+        ]
+    assert wrong == []
+
+
+def test_no_feature_has_two_rows(page: dict[str, list[Row]]) -> None:
+    for name in ("feature", "case"):
+        names = [row.name for row in page[name]]
+        assert len(names) == len(set(names)), f"twice: {sorted(n for n in names if names.count(n) > 1)}"
+
+
+def of_case(rows: list[Row], path: str, case: str) -> list[Row]:
+    """The rows that name a case of a table of cases."""
+    return [row for row in rows if any(ref.path == path and ref.case == case for ref in row.tests)]
+
+
+@pytest.mark.parametrize("feature", [pytest.param(feature, id=feature.name) for feature in FEATURES])
+def test_every_feature_of_the_embedded_engine_has_its_row(page: dict[str, list[Row]], feature: Feature) -> None:
+    found = of_case(page["feature"], EMBEDDED, feature.name)
+    assert {row.embedded for row in found} == {feature.streamed, feature.unstreamed} - {""}
+
+
+@pytest.mark.parametrize("name", [asked.name for asked in NOT_OFFERED])
+def test_everything_that_the_embedded_engine_does_not_offer_has_its_row(page: dict[str, list[Row]], name: str) -> None:
+    found = of_case([*page["feature"], *page["word"]], REFUSALS, name)
+    assert {row.embedded for row in found} == {NOT_HERE}
+
+
+@pytest.mark.parametrize("name", [feature.name for feature in VLLM_FEATURES])
+def test_every_feature_of_vllm_has_its_row(page: dict[str, list[Row]], name: str) -> None:
+    found = of_case(page["feature"], VLLM, name)
+    assert {row.vllm for row in found} == {next(f.outcome for f in VLLM_FEATURES if f.name == name)}
+
+
+def test_every_obstacle_of_a_request_has_its_row_and_its_request(page: dict[str, list[Row]]) -> None:
+    words = {word.value for kind in (NotResumable, EventObstacle) for word in kind}
+    assert words == {asked.word.value for asked in OBSTACLES}
+    told = {row.name: row.vllm for row in page["word"]}
+    passed = {word.value for word in NO_SESSION}
+    assert {word: told.get(word) for word in words} == {word: PASSED if word in passed else "refused" for word in words}
+
+
+def test_every_obstacle_of_an_engine_has_its_row(page: dict[str, list[Row]]) -> None:
+    told = {row.name: row.vllm for row in page["word"]}
+    for word in words_of(Path(vllm_obstacles.__file__)):
+        assert told.get(word) == "refused", f"{word}: its row says {told.get(word)}"
+
+
+def test_no_row_is_of_a_word_that_there_is_not(page: dict[str, list[Row]]) -> None:
+    known = {asked.word.value for asked in OBSTACLES} | words_of(Path(vllm_obstacles.__file__))
+    assert {row.name for row in page["word"]} == known
+
+
+def words_of(source: Path) -> set[str]:
+    """The words that a module gives for obstacles: first in a rule, in a returned list, or appended to one."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source.read_text())):
+        match node:
+            case ast.Tuple(elts=[ast.Constant(value=str(word)), ast.Call() | ast.Name() | ast.Lambda()]):
+                found.add(word)
+            case ast.Return(value=value) if value is not None:
+                lists = [part for part in ast.walk(value) if isinstance(part, ast.List)]
+                found |= {str(e.value) for part in lists for e in part.elts if isinstance(e, ast.Constant)}
+            case ast.Call(func=ast.Attribute(attr="append"), args=[ast.Constant(value=str(word))]):
+                found.add(word)
+    return found
+
+
+def test_the_words_of_an_engine_are_found_in_its_source() -> None:
+    found = words_of(Path(vllm_obstacles.__file__))
+    assert {"spec_decode", "scheduler", "logits_processors", "kv_groups", "sliding_window", "version"} <= found
+
+
+@pytest.mark.parametrize("case", FIELD_CASES)
+def test_every_case_from_the_field_has_its_row_and_its_tests(
+    page: dict[str, list[Row]], collected: set[str], case: str
+) -> None:
+    [row] = [row for row in page["case"] if row.name == case]
+    assert row.vllm == "exact"
+    assert row.embedded in ("exact", NOT_HERE)
+    named = [n for n in collected if f"::test_{case}_" in n and any(ref.covers(n) for ref in row.tests)]
+    assert named, "no test of the case's own name is among them"
+
+
+def test_a_page_that_is_not_true_is_noticed() -> None:
+    head = "| feature | request | vLLM | embedded | test |\n|---|---|---|---|---|\n"
+    [row] = tables(head + "| a | `b` | exact | - | `tests/a/test_b.py::test_c` [d]; `tests/a/test_b.py` [e, f] |")[
+        "feature"
+    ]
+    assert row.tests == (Reference("tests/a/test_b.py", "test_c", "d"), Reference("tests/a/test_b.py", "", "e, f"))
+    assert row.tests[0].covers("tests/a/test_b.py::test_c[d]")
+    assert row.tests[0].covers("tests/a/test_b.py::test_c[True-d]")
+    assert not row.tests[0].covers("tests/a/test_b.py::test_c[e]")
+    assert not row.tests[0].covers("tests/a/test_b.py::test_x[d]")
+    for broken in ("| a | b | exact | - | see the tests |", "| a | b | exact | `tests/a/test_b.py::test_c` |"):
+        with pytest.raises(NoRow):
+            tables(head + broken)
