@@ -7,6 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
+from .cli_inspect import console, show_table
 from .cli_options import (
     AsJson,
     Assignments,
@@ -62,15 +63,14 @@ def doctor(
         rows = [{"name": c.name, "verdict": c.verdict.value, "fact": c.fact, "remedy": c.remedy} for c in checks]
         print(json.dumps({"ok": not failed, "checks": rows}))
         return int(failed)
-    from rich.console import Console
     from rich.markup import escape
 
     colours = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}
-    console = Console(soft_wrap=True, highlight=False)
+    screen = console(soft_wrap=True)
     for check in checks:
         remedy = f" -> {check.remedy}" if check.remedy else ""
         colour = colours[check.verdict]
-        console.print(f"[{colour}]{check.verdict.value:<4}[/{colour}] {escape(f'{check.name}: {check.fact}{remedy}')}")
+        screen.print(f"[{colour}]{check.verdict.value:<4}[/{colour}] {escape(f'{check.name}: {check.fact}{remedy}')}")
     return int(failed)
 
 
@@ -100,13 +100,16 @@ def config(
     if as_json:
         print(json.dumps({key: {"value": value, "from": loaded.places[key]} for key, value in found.items()}))
         return 0
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("setting", "value", "from", "what it is for", box=None)
-    for key, value in found.items():
-        table.add_row(key, json.dumps(value), loaded.places[key], description(all_settings()[key]))
-    Console().print(table)
+    rows = [
+        {
+            "setting": k,
+            "value": json.dumps(v),
+            "from": loaded.places[k],
+            "what it is for": description(all_settings()[k]),
+        }
+        for k, v in found.items()
+    ]
+    show_table("Settings", ("setting", "value", "from", "what it is for"), rows)
     return 0
 
 

@@ -4,11 +4,12 @@ They render what its HTTP API answers and judge nothing; fields that are not kno
 """
 
 import json
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
@@ -17,8 +18,13 @@ from .cli_options import AsJson, ConfigFile, StateDir, settings_from
 from .config import Settings
 from .state_dir import listening_url, reachable_url
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 _TIMEOUT_S = 5.0
 _ANSWER_BYTES_MAX = 64 << 20
+# Columns enough for every line that we write.
+_WIDE = 100_000
 _WORKER_COLUMNS = ("name", "url", "state", "epoch", "pid", "sessions", "restarts")
 
 Url = Annotated[
@@ -27,7 +33,13 @@ Url = Annotated[
 ]
 
 
-def status(url: Url = None, as_json: AsJson = False, config: ConfigFile = None, state_dir: StateDir = None) -> int:
+def status(
+    url: Url = None,
+    as_json: AsJson = False,
+    config: ConfigFile = None,
+    state_dir: StateDir = None,
+    show_all: Annotated[bool, typer.Option("--all", help="Name the fields that are nothing or zero, too.")] = False,
+) -> int:
     """Show workers, holder and mover of the running sidecar."""
     answer = ask(url or sidecar_url(settings_from(config, None, state_dir=state_dir).settings), "/midstream/v1/status")
     if as_json:
@@ -36,10 +48,12 @@ def status(url: Url = None, as_json: AsJson = False, config: ConfigFile = None, 
     workers = [w for w in answer.get("workers", []) if isinstance(w, Mapping)]
     show_table("Workers", _WORKER_COLUMNS, workers)
     for worker in workers:
-        show_facts(f"Worker {worker.get('name')}", {k: v for k, v in worker.items() if k not in _WORKER_COLUMNS})
+        rest = {k: v for k, v in worker.items() if k not in _WORKER_COLUMNS}
+        show_facts(f"Worker {worker.get('name')}", rest, name_empty=show_all)
     for part in ("holder", "mover"):
-        show_facts(part.capitalize(), answer.get(part))
-    show_facts("Sidecar", {k: v for k, v in answer.items() if k not in ("workers", "holder", "mover")})
+        show_facts(part.capitalize(), answer.get(part), name_empty=show_all)
+    others = {k: v for k, v in answer.items() if k not in ("workers", "holder", "mover")}
+    show_facts("Sidecar", others, name_empty=show_all)
     return 0
 
 
@@ -67,14 +81,21 @@ def ask(url: str, path: str) -> dict[str, Any]:
     return body
 
 
+def console(*, soft_wrap: bool = False) -> "Console":
+    """Standard output; where it is no terminal, lines are as long as what is in them: nobody can widen a file."""
+    from rich.console import Console
+
+    wide = None if sys.stdout.isatty() else _WIDE
+    return Console(highlight=False, soft_wrap=soft_wrap, width=wide)
+
+
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
     """Print rows as a table of those columns that any row has."""
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console(highlight=False)
-    console.print(f"[bold]{escape(title)}[/bold]: {len(rows) or 'none'}")
+    screen = console()
+    screen.print(f"[bold]{escape(title)}[/bold]: {len(rows) or 'none'}")
     if not rows:
         return
     present = [column for column in columns if any(column in row for row in rows)]
@@ -84,25 +105,24 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Mapping[str, A
         column.overflow = "fold"
     for row in rows:
         table.add_row(*(escape(say(row.get(column))) for column in present))
-    console.print(table)
+    screen.print(table)
 
 
-def show_facts(title: str, facts: object) -> None:
-    """Print an object as one line a field; what is nothing or zero comes last, together."""
-    from rich.console import Console
+def show_facts(title: str, facts: object, *, name_empty: bool = True) -> None:
+    """Print an object as one line a field; what is nothing or zero comes last, together, or not at all."""
     from rich.markup import escape
 
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(f"[bold]{escape(title)}[/bold]")
+    screen = console(soft_wrap=True)
+    screen.print(f"[bold]{escape(title)}[/bold]")
     if not isinstance(facts, Mapping):
-        console.print(f"  {escape(say(facts))}")
+        screen.print(f"  {escape(say(facts))}")
         return
     empty = [str(key) for key, value in facts.items() if not value and not isinstance(value, bool)]
     for key, value in facts.items():
         if str(key) not in empty:
-            console.print(f"  {escape(str(key))}: {escape(say(value))}")
-    if empty:
-        console.print(f"  none: {escape(', '.join(empty))}")
+            screen.print(f"  {escape(str(key))}: {escape(say(value))}")
+    if empty and name_empty:
+        screen.print(f"  none: {escape(', '.join(empty))}")
 
 
 def say(value: object) -> str:

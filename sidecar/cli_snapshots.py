@@ -29,13 +29,14 @@ Session = Annotated[str, typer.Argument(help="The session's id, 32 hex digits.")
 @app.command("list")
 def list_snapshots(store_dir: StoreDir = None, config: ConfigFile = None, as_json: AsJson = False) -> int:
     """List all snapshots, oldest first."""
-    rows = [asdict(line) for line in _open(store_dir, config).list()]
+    # As they lie on the disk, compressed; chunks that snapshots share count for each of them.
+    rows = [_renamed(asdict(line), "size_bytes", "stored_bytes") for line in _open(store_dir, config).list()]
     if as_json:
         print(json.dumps({"snapshots": rows}))
         return 0
     for row in rows:
         row["created_at"] = _moment(row["created_at"])
-    columns = ("snapshot", "session", "generation", "kv_len", "size_bytes", "created_at", "latest", "finished")
+    columns = ("snapshot", "session", "generation", "kv_len", "stored_bytes", "created_at", "latest", "finished")
     show_table("Snapshots", columns, rows)
     return 0
 
@@ -98,7 +99,7 @@ def verify(
     if as_json:
         print(json.dumps({"snapshots": rows, "damaged_manifests": torn, "ok": not damaged}))
         return int(damaged)
-    show_table("Verified", ("session", "kv_len", "chunks", "size_bytes", "damage"), rows)
+    show_table("Verified", ("session", "kv_len", "chunks", "raw_bytes", "damage"), rows)
     if torn > 0:
         show_facts("Damaged manifests", f"{torn}; older snapshots or the journal are used instead")
     return int(damaged)
@@ -141,7 +142,7 @@ def _all_latest(store: "DiskStore") -> "list[Manifest]":
 
 def _verified(store: "DiskStore", manifest: "Manifest") -> dict[str, Any]:
     damage: list[str] = []
-    size_bytes = 0
+    raw_bytes = 0
     before = store.figures().corrupt
     for name in dict.fromkeys(manifest.chunks):
         try:
@@ -149,17 +150,21 @@ def _verified(store: "DiskStore", manifest: "Manifest") -> dict[str, Any]:
         except StoreError as error:
             damage.append(str(error))
             continue
-        size_bytes += len(raw)
+        raw_bytes += len(raw)
         if len(raw) != manifest.block_bytes:
             damage.append(f"chunk {name}: {len(raw)} bytes, expected {manifest.block_bytes}")
     return {
         "session": manifest.session,
         "kv_len": manifest.kv_len,
         "chunks": len(manifest.chunks),
-        "size_bytes": size_bytes,
+        "raw_bytes": raw_bytes,
         "damage": damage,
         "damaged_chunks": store.figures().corrupt - before,
     }
+
+
+def _renamed(row: dict[str, Any], old: str, new: str) -> dict[str, Any]:
+    return {new if key == old else key: value for key, value in row.items()}
 
 
 def _moment(time_s: float) -> str:

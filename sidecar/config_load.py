@@ -33,6 +33,7 @@ _OTHER_VARIABLES = re.compile(r"MIDSTREAM_(CONFIG|CACHE|TEST_.*|WORKER|EPOCH|ARE
 # Kubernetes gives every pod such variables for a service called `midstream`.
 _SERVICE_LINKS = re.compile(r"MIDSTREAM_(SERVICE_(HOST|PORT)(_.*)?|PORT(_\d+_.*)?)")
 _FOLDERS = ("state_dir", "store.dir")
+_WORKER_KEYS = ("name", "url")
 # Near enough to a setting's variable that it was surely meant to be one.
 _MEANT = 0.85
 
@@ -159,11 +160,27 @@ def _workers(value: object, kind: object) -> tuple[WorkerUrl, ...]:
     if not isinstance(value, list | tuple):
         raise msgspec.ValidationError("no list")
     workers = tuple(
-        parse_worker(item, index) if isinstance(item, str) else msgspec.convert(item, WorkerUrl)
+        parse_worker(item, index) if isinstance(item, str) else _worker(item, index)
         for index, item in enumerate(value, 1)
     )
     check_workers(workers)
     return msgspec.convert(msgspec.to_builtins(workers), kind)  # type: ignore[no-any-return]
+
+
+def _worker(item: object, index: int) -> WorkerUrl:
+    """A worker as a file writes it; ValueError names the key that is wrong."""
+    if not isinstance(item, Mapping):
+        raise ValueError(f"worker {index}: expected {{name, url}}, got {_shown(item)}")
+    for key in item:
+        if key not in _WORKER_KEYS:
+            near = difflib.get_close_matches(str(key), _WORKER_KEYS, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]}?" if near else "; a worker has name and url"
+            raise ValueError(f"worker {index}: unknown key {_shown(key)}{hint}")
+    for key in _WORKER_KEYS:
+        if not isinstance(item.get(key), str):
+            got = f"got {_shown(item[key])}" if key in item else "it is missing"
+            raise ValueError(f"worker {index}: {key}: expected text, {got}")
+    return msgspec.convert(item, WorkerUrl)
 
 
 def _from_environ(environ: Mapping[str, str], kinds: Mapping[str, object], faults: list[str]) -> Iterator[Given]:

@@ -26,6 +26,9 @@ _COMMAND_TIMEOUT_S = 3600.0
 _LOCK_TIMEOUT_S = 2 * _COMMAND_TIMEOUT_S
 _LOCK_POLL_S = 0.2
 _LAST_LINES = 15
+# Of pip's lines those that say how far it is. What it calls errors of an installation that goes on, such as packages
+# that are missed and were left out on purpose, would only frighten; where it fails all lines are told.
+_PIP_PROGRESS = ("Collecting", "Downloading", "Using cached", "Building", "Preparing", "Installing", "Successfully")
 # Variables that would make a new environment see modules of this one.
 _FOREIGN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 
@@ -66,6 +69,7 @@ def pip(python: Path, arguments: Sequence[str], report: Report, *, what: str) ->
         [str(python), "-m", "pip", "--no-input", "--disable-pip-version-check", *arguments],
         report,
         what=what,
+        shown=_PIP_PROGRESS,
         remedy="look at the lines above: the index that pip is configured for, the network, the space on the disk",
     )
 
@@ -76,9 +80,13 @@ def run(
     *,
     what: str,
     environ: Mapping[str, str] | None = None,
+    shown: tuple[str, ...] = (),
     remedy: str = "look at the lines above",
 ) -> None:
-    """Run a command to its end, reporting each line. EngineError with its last lines when it fails."""
+    """Run a command to its end, reporting its lines (those that begin with one of `shown`, if any are named).
+
+    EngineError with the last of all lines when it fails.
+    """
     last: deque[str] = deque(maxlen=_LAST_LINES)
     deadline_s = time.monotonic() + _COMMAND_TIMEOUT_S
     process = subprocess.Popen(
@@ -96,7 +104,8 @@ def run(
             for line in process.stdout:
                 if text := line.strip():
                     last.append(text)
-                    report(f"{what}: {text}")
+                    if not shown or text.startswith(shown):
+                        report(f"{what}: {text}")
                 if time.monotonic() > deadline_s:
                     raise EngineError(
                         f"{what}: not done within {_COMMAND_TIMEOUT_S:g} s; try again with a faster index"

@@ -195,7 +195,8 @@ class Operations:
                     continue
                 owner = (path, slot.session, slot.generation)
                 summed = len(self._sums.get(owner, covered.table.generation))
-                blocks += covered.kv_len // pool.layout.block_tokens - summed
+                # A block may have been summed since its positions were counted.
+                blocks += max(covered.kv_len // pool.layout.block_tokens - summed, 0)
                 if self._snapshotter is not None:
                     tokens = max(tokens, covered.kv_len - self._snapshotter.stored_tokens(owner))
         return {"lag_blocks": blocks, "lag_tokens_max": tokens}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import types
@@ -14,7 +15,7 @@ import midstream.sidecar
 from midstream.session.disk_store import DiskStore
 from midstream.session.ids import SessionId
 from midstream.session.manifest import Manifest
-from midstream.sidecar import cli
+from midstream.sidecar import cli, environments
 from midstream.sidecar.cli import Exit
 from midstream.sidecar.config import Settings
 from support.fake_sidecar import FakeSidecar
@@ -54,17 +55,41 @@ Started = list[tuple[Settings, list[str] | None]]
 
 
 def test_run_hands_on_everything_after_the_dashes_as_it_is(monkeypatch: pytest.MonkeyPatch, started: Started) -> None:
-    words = ("run", "--workers", "2", "--port", "0", "--", sys.executable, "serve", "M", "--port", "9", "--json")
-    assert call(monkeypatch, *words) == 7
+    engine = [sys.executable, "-m", "midstream.adapters.transformers.server", "--model", "M", "--port", "9", "--json"]
+    assert call(monkeypatch, "run", "--workers", "2", "--port", "0", "--", *engine) == 7
     settings, command = started[0]
-    assert command == [sys.executable, "serve", "M", "--port", "9", "--json"]
+    assert command == engine
     assert settings.engine.worker_count == 2
     assert settings.listen.port == 0
 
 
 def test_run_takes_the_engine_s_options_without_dashes_too(monkeypatch: pytest.MonkeyPatch, started: Started) -> None:
-    assert call(monkeypatch, "run", sys.executable, "serve", "--port", "9") == 7
-    assert started[0][1] == [sys.executable, "serve", "--port", "9"]
+    engine = [sys.executable, "-m", "midstream.adapters.transformers.server", "--port", "9"]
+    assert call(monkeypatch, "run", *engine) == 7
+    assert started[0][1] == engine
+
+
+def test_a_command_that_is_no_engine_is_wrong_usage_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert call(monkeypatch, "run", "--state-dir", str(tmp_path / "state"), "--", "ls") == Exit.USAGE
+    assert "'ls' is no engine that midstream knows how to start; use `vllm serve" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_demo_says_how_its_engine_is_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def demo_engine(engine: str, report: object) -> tuple[list[str], dict[str, str]]:
+        return [f"/my cache/{engine}", "serve", "M"], {"VLLM_CPU_KVCACHE_SPACE": "1"}
+
+    monkeypatch.setattr(environments, "demo_engine", demo_engine)
+    assert call(monkeypatch, "demo", "--engine", "vllm", "--command") == 0
+    line = capsys.readouterr().out
+    assert line == "env VLLM_CPU_KVCACHE_SPACE=1 '/my cache/vllm' serve M\n"
+    assert shlex.split(line)[2:] == ["/my cache/vllm", "serve", "M"]
+    assert call(monkeypatch, "demo", "--command", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["argv"] == ["/my cache/transformers", "serve", "M"]
 
 
 def test_a_command_that_does_not_exist_is_named_before_anything_starts(
@@ -121,8 +146,13 @@ def test_config_prints_each_setting_and_where_it_came_from(
     assert found["listen.port"] == {"value": 1, "from": "--port"}
     assert found["log.level"] == {"value": "debug", "from": "--set log.level"}
     assert found["store.dir"] == {"value": None, "from": "default"}
+    long = "/dev/shm/" + "folder/" * 30
+    monkeypatch.setenv("MIDSTREAM_STATE_DIR", long)
+    monkeypatch.setenv("COLUMNS", "80")
     assert call(monkeypatch, "config") == 0
-    assert "MIDSTREAM_ARENA_SLOT_COUNT" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "MIDSTREAM_ARENA_SLOT_COUNT" in text
+    assert long.rstrip("/") in text
 
 
 STATUS: dict[str, Any] = {
@@ -164,11 +194,11 @@ def test_status_and_sessions_show_what_the_sidecar_says(
     with FakeSidecar({"/midstream/v1/status": STATUS, "/midstream/v1/sessions": SESSIONS}) as fake:
         assert call(monkeypatch, "status", "--url", fake.url) == 0
         text = capsys.readouterr().out
-        assert all(word in text for word in ("w-1", "ready", "pools: 2", "version: 0.1.0", "new: 1", "none: gone"))
-        monkeypatch.setenv("COLUMNS", "60")  # narrow, and nothing is cut off
-        assert call(monkeypatch, "sessions", "--url", fake.url) == 0
-        assert "…" not in capsys.readouterr().out
-        monkeypatch.setenv("COLUMNS", "250")
+        assert all(word in text for word in ("w-1", "ready", "pools: 2", "version: 0.1.0", "new: 1"))
+        assert "none:" not in text
+        assert call(monkeypatch, "status", "--all", "--url", fake.url) == 0
+        assert "none: gone" in capsys.readouterr().out
+        monkeypatch.setenv("COLUMNS", "60")  # a pipe is as wide as what is in it: ids can be searched for
         assert call(monkeypatch, "sessions", "--url", fake.url) == 0
         text = capsys.readouterr().out
         assert f"{SESSION}  process_death: exact from held, cut 20, lag 0, gap 181 ms" in text
@@ -227,7 +257,7 @@ def test_snapshots_are_listed_shown_and_verified(
     assert call(monkeypatch, "snapshots", "verify", "--store-dir", folder, "--json") == 0
     verified = json.loads(capsys.readouterr().out)
     assert verified["ok"] is True
-    assert verified["snapshots"][0]["size_bytes"] == 128
+    assert verified["snapshots"][0]["raw_bytes"] == 128
 
 
 def test_damage_is_found_by_verify_and_left_as_it_is(

