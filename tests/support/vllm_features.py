@@ -60,13 +60,13 @@ class Feature:
 
 
 def _chat(
-    name: str, prompt: str = STORY, *, cuts: tuple[int, ...] = (17,), alone: bool = False, **more: Any
+    name: str, prompt: str = STORY, *, cuts: tuple[int, ...] = (14,), alone: bool = False, **more: Any
 ) -> Feature:
     body = {
         "model": "smollm2",
         "messages": [{"role": "user", "content": prompt}],
         "temperature": 0,
-        "max_tokens": 48,
+        "max_tokens": 36,
         "stream": True,
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
@@ -78,7 +78,7 @@ def _chat(
 
 
 def _text(
-    name: str, prompt: str = STORY, *, cuts: tuple[int, ...] = (17,), alone: bool = False, **more: Any
+    name: str, prompt: str = STORY, *, cuts: tuple[int, ...] = (14,), alone: bool = False, **more: Any
 ) -> Feature:
     told = _chat(name, cuts=cuts, alone=alone, **more).body
     body = {k: v for k, v in told.items() if k not in ("messages", "chat_template_kwargs")}
@@ -105,11 +105,9 @@ THINKING = {"enable_thinking": True}
 
 
 def _thinks_first(prompt: str) -> dict[str, Any]:
-    """An answer that begins in its thoughts, and has a budget for them."""
+    """An answer that begins in its thoughts, with a budget for them: counted from the word in the prompt."""
     return {
-        "messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": "<think>"}],
-        "continue_final_message": True,
-        "add_generation_prompt": False,
+        "messages": [{"role": "user", "content": f"{prompt} <think>"}],
         "chat_template_kwargs": THINKING,
         "thinking_token_budget": 25,
     }
@@ -125,10 +123,10 @@ FEATURES: tuple[Feature, ...] = (
     _chat("logit_bias", logit_bias={"338": -5, "260": 3}),
     _chat("bad_words", bad_words=[" dog", " Max", "the"]),
     _text("allowed_token_ids", allowed_token_ids=list(range(200, 3000))),
-    _chat("min_tokens", "Say hi.", min_tokens=40),
+    _chat("min_tokens", "Say hi.", min_tokens=30),
     _chat("ignore_eos", "Say hi.", ignore_eos=True),
-    _chat("stop, include_stop_str_in_output", stop=[" was"], include_stop_str_in_output=True, min_tokens=30),
-    _chat("stop_token_ids", stop_token_ids=[260], min_tokens=30),
+    _chat("stop, include_stop_str_in_output", stop=[" was"], include_stop_str_in_output=True, min_tokens=24),
+    _chat("stop_token_ids", stop_token_ids=[260], min_tokens=24),
     _chat("repetition_detection", ignore_eos=True, repetition_detection={"max_pattern_size": 30, "min_count": 2}),
     _chat("JSON schema", "Describe a person as JSON.", max_tokens=80, response_format=_schema(PERSON)),
     _chat("JSON object", "Describe a person as JSON.", response_format={"type": "json_object"}),
@@ -146,7 +144,7 @@ FEATURES: tuple[Feature, ...] = (
         structured_outputs={"regex": TWO_CALLS},
     ),
     _chat(
-        "reasoning", cuts=(8, 30), chat_template_kwargs=THINKING, ignore_eos=True,
+        "reasoning", cuts=(8, 24), chat_template_kwargs=THINKING, ignore_eos=True,
         logit_bias={str(THINK_END_ID): 9.5},
     ),
     _chat(
@@ -157,7 +155,7 @@ FEATURES: tuple[Feature, ...] = (
         "JSON schema after reasoning, cut in the object", cuts=(45,), max_tokens=90, response_format=_schema(PERSON),
         **_thinks_first("Describe a person as JSON."),
     ),
-    _chat("thinking_token_budget", cuts=(10, 35), ignore_eos=True, **_thinks_first(STORY)),
+    _chat("thinking_token_budget", cuts=(10, 28), ignore_eos=True, **_thinks_first(STORY)),
     _chat("cache_salt", cache_salt="pepper"),
     _chat("priority", priority=-5),
     _text("chunked prefill", LONG_PROMPT, temperature=1, seed=7),
@@ -174,7 +172,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     _chat("names by id", logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True),
     replace(_chat("from disk", temperature=0.9, seed=12, cuts=(25,)), tier="disk"),
-    _chat("two moves", temperature=0.9, seed=11, cuts=(12, 30)),
+    _chat("two moves", temperature=0.9, seed=11, cuts=(9, 22)),
     _chat("unseeded", temperature=0.9, alone=True),
     _chat("logprobs, chat", logprobs=True, top_logprobs=4, alone=True),
     _text("logprobs, completions", logprobs=3, alone=True),

@@ -25,9 +25,9 @@ from support.vllm_features import FEATURES, Feature
 from support.vllm_models import with_thinking_tokens
 from support.vllm_rig import ASK_REPORT, MODEL_VARIABLE, Rig
 
-pytestmark = [pytest.mark.engine, pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.vllm, pytest.mark.timeout(900)]
 
-AT_ONCE = 6
+AT_ONCE = 8
 WAIT_S = 60.0
 OPTIONS = (
     "--max-num-batched-tokens", "256", "--scheduling-policy", "priority", "--reasoning-parser", "qwen3",
