@@ -24,7 +24,10 @@ from .prompts import COMPLETIONS, Prompt
 from .runs import Run, Runner
 
 ATTEMPTS_MAX = 12
-TOKENS = 96
+# Length of an answer with a fault in it. A fast engine needs a long one, to be still writing when its snapshot is
+# there; a slow one would only take longer for it.
+TOKENS_FAST, TOKENS_SLOW = 96, 48
+SLOW_S_PER_TOKEN = 0.02
 # After this part of the answer: a fault needs room to show.
 CUT_SHARE = 4
 # A prompt for a shifted cut ends so many positions before a block does, so that the next block begins early.
@@ -81,9 +84,11 @@ class Planter:
         self._block_tokens = block_tokens
         self._store = DoctoredStore(store)
         self._chance = Random(f"{seed}/plants")
+        self._tokens = 0
 
     async def plant(self, fault: Fault, told: Callable[[Attempt], None] = lambda attempt: None) -> Planted:
         """Plant until it is found, at most ATTEMPTS_MAX times."""
+        self._tokens = self._tokens or await self._length()
         attempts: list[Attempt] = []
         while len(attempts) < ATTEMPTS_MAX:
             attempt = await self._attempt(fault, len(attempts))
@@ -93,6 +98,16 @@ class Planter:
                 return Planted(fault, True, tuple(attempts))
         return Planted(fault, False, tuple(attempts))
 
+    async def _length(self) -> int:
+        """How long answers are to be, by the engine's pace."""
+        prompt = Prompt("pace", COMPLETIONS, {"prompt": "Once", "temperature": 0, "max_tokens": 9, "min_tokens": 9})
+        answer = await self._runner.answer(prompt)
+        times = answer.arrivals_s
+        if len(times) < 2:
+            return TOKENS_FAST
+        pace_s = (times[-1] - times[0]) / (len(times) - 1)
+        return TOKENS_SLOW if pace_s > SLOW_S_PER_TOKEN else TOKENS_FAST
+
     async def _attempt(self, fault: Fault, number: int) -> Attempt:
         prompt = self._prompt(fault, number)
         try:
@@ -101,7 +116,7 @@ class Planter:
             controls = [await self._runner.undisturbed(prompt) for _ in range(2)]
             if faults := [fault for control in controls for fault in control.faults]:
                 return Attempt(prompt.name, "", f"a control is not whole: {faults[0]}")
-            if not spread(controls).agree or len(controls[0].tokens) < TOKENS // 2:
+            if not spread(controls).agree or len(controls[0].tokens) < self._tokens // 2:
                 return Attempt(prompt.name, "", "undisturbed runs differ, or are too short")
             match fault:
                 case Fault.FLIPPED_BIT:
@@ -118,7 +133,7 @@ class Planter:
         word = "".join(self._chance.choice("bcdfghklmnprstvz") + self._chance.choice("aeiou") for _ in range(5))
         text = f"{word.capitalize()}. {_TEXTS[number % len(_TEXTS)]}"
         more = _PENALTIES if fault is Fault.DROPPED_PENALTIES else {}
-        body = {"prompt": text, "temperature": 0, "max_tokens": TOKENS, "min_tokens": TOKENS, **more}
+        body = {"prompt": text, "temperature": 0, "max_tokens": self._tokens, "min_tokens": self._tokens, **more}
         return Prompt(f"{fault.value} {number + 1} ({word})", COMPLETIONS, body)
 
     async def _as_ids(self, prompt: Prompt, fault: Fault) -> Prompt:
@@ -153,7 +168,7 @@ class Planter:
         """As a sidecar would go on that re-enters old outputs as prompt: penalties count outputs alone."""
         cut = len(control.tokens) // CUT_SHARE
         rest = {**prompt.body, "prompt": [*prompt.body["prompt"], *control.tokens[:cut]]}
-        rest |= {"max_tokens": TOKENS - cut, "min_tokens": TOKENS - cut}
+        rest |= {"max_tokens": self._tokens - cut, "min_tokens": self._tokens - cut}
         answer = await self._runner.answer(Prompt(prompt.name, prompt.path, rest), policy="off")
         after = Reading.of(answer)
         joined = Reading(
@@ -176,7 +191,7 @@ class Planter:
             raise StoreError(f"the answer ended before it was stored: {run.detail}")
         found = await asyncio.to_thread(self._store.latest, taken[0])
         count = len(found.outputs)
-        if found.outputs != control.tokens[:count] or count > len(control.tokens) - TOKENS // 4:
+        if found.outputs != control.tokens[:count] or count > len(control.tokens) - self._tokens // 4:
             raise StoreError(f"a snapshot of {count} outputs leaves no room for a difference, or is of another answer")
         return found
 

@@ -206,7 +206,11 @@ async def test_faults_are_planted_after_everything_else_and_one_that_is_not_foun
         found = fault is not Fault.SHIFTED_CUT and number == 2
         return Attempt("here", "exact", "restore" if found else "identical")
 
+    async def length(self: Planter) -> int:
+        return 48
+
     monkeypatch.setattr(Planter, "_attempt", attempt)
+    monkeypatch.setattr(Planter, "_length", length)
     told: list[Event] = []
     runner = ScriptedRunner()
     options = Options(prompts(1), cuts=1, ways=(Way.MOVE,))
