@@ -185,8 +185,8 @@ class Striker:
             return sum(live.is_decoding and live.left >= LEFT_MIN for live in running), sum(
                 not live.tokens for live in running
             )
-        asked = {live.session: live.ask.output_tokens for live in running if live.session}
-        decoding = [w for w in aim.writing if w.is_decoding and asked.get(w.session, 1 << 30) - w.outputs >= LEFT_MIN]
+        lives = {live.session: live for live in running if live.session}
+        decoding = [w for w in aim.writing if w.is_decoding and _has_some_and_more(lives.get(w.session), w.outputs)]
         return len(decoding), sum(not w.is_decoding for w in aim.writing)
 
     def _broken(self) -> int:
@@ -259,6 +259,11 @@ class Striker:
         self.log.append(entry)
         self._on_log(entry)
         return entry
+
+
+def _has_some_and_more(live: Live | None, outputs: int) -> bool:
+    """Whether a stream's client has a token already, and more are to come; a stream that is not known may."""
+    return live is None or (bool(live.tokens) and live.ask.output_tokens - outputs >= LEFT_MIN)
 
 
 def _tree(pid: int) -> list[psutil.Process]:

@@ -95,12 +95,16 @@ def test_last_tokens_of_a_dying_engine_do_not_hide_the_gap() -> None:
     assert gaps_of(0.0, marks(0.1, 0.2, 0.41, 0.45, 5.0, 5.1), [0.4], 1) == [pytest.approx(4.55)]
 
 
+def test_a_token_that_was_only_journaled_does_not_hide_the_gap() -> None:
+    assert gaps_of(0.0, marks(27.8, 46.8, 47.5), [27.1], 1) == [pytest.approx(19.0)]
+
+
 def test_a_long_silence_elsewhere_is_not_the_gap() -> None:
     assert gaps_of(0.0, marks(0.1, 30.0, 30.1, 30.9, 31.0), [30.2], 1) == [pytest.approx(0.8)]
 
 
 def test_each_interruption_has_a_gap_of_its_own_in_order() -> None:
-    found = gaps_of(0.0, marks(0.1, 0.2, 1.2, 1.3, 10.0, 13.0, 13.1), [0.25, 10.5], 2)
+    found = gaps_of(0.0, marks(0.1, 0.2, 1.2, 1.3, 2.3, 10.0, 13.0, 13.1), [0.25, 10.5], 2)
     assert found == [pytest.approx(1.0), pytest.approx(3.0)]
 
 
