@@ -1,8 +1,8 @@
 """The client's gaps: how long an interrupted stream was silent. Pure.
 
 A stream that was interrupted k times has k gaps: the longest silences among those that a fault fell into or that began
-right behind one, for last tokens (of the dying engine, or only journaled) still arrive. A silence before the first token
-counts from the fault.
+right behind one, for last tokens (of the dying engine, or only journaled) still arrive. A silence before the first
+token counts from the fault.
 """
 
 from collections.abc import Sequence
