@@ -50,6 +50,15 @@ class ByHand:
             time.sleep(0.2)
         raise RuntimeError(f"vLLM did not come up:\n{self.log.read_text(errors='replace')[-4000:]}")
 
+    def kill_front_end(self) -> list[psutil.Process]:
+        """SIGKILL to the process that the operator has started, alone; what it leaves behind."""
+        assert self.process is not None
+        left = [p for p in psutil.Process(self.process.pid).children(recursive=True) if "VLLM" in p.name()]
+        self.process.kill()
+        self.process.wait(10)
+        self.process = None
+        return left
+
     def kill(self) -> None:
         """SIGKILL all of it, and wait until it is gone."""
         if self.process is None:

@@ -151,3 +151,38 @@ async def test_engines_of_others_are_survived_restarted_and_outlive_the_sidecar(
     _, answer = await site.interrupted(http, 16)
     assert answer.same_as(wanted)
     assert "outcome=exact takeovers=1" in answer.report
+
+
+async def test_a_core_whose_front_end_alone_was_killed_writes_into_nobodys_pool(
+    site: Site, http: aiohttp.ClientSession
+) -> None:
+    for engine in site.engines.values():
+        if engine.process is None:
+            engine.start()
+            engine.wait_ready()
+    await site.wait_ready(http)
+    wanted = await read_stream(http, site.url + CHAT, BODY)
+    names: list[str] = []
+    left: list[psutil.Process] = []
+
+    async def kill_front_end(answer: Answer) -> None:
+        if names or len(answer.token_ids) < 12:
+            return
+        [name] = [n for n, w in (await site.workers(http)).items() if w["sessions"]]
+        names.append(name)
+        left.extend(site.engines[name].kill_front_end())
+
+    answer = await read_stream(http, site.url + CHAT, BODY, headers=ASK_REPORT, on_tokens=kill_front_end)
+    [name] = names
+    assert {p.name() if p.is_running() else "gone" for p in left} <= {"gone", "VLLM::EngineCor", "VLLM::Worker"}
+    assert answer.same_as(wanted)
+    assert "outcome=exact takeovers=1" in answer.report
+    # The core serves nobody: the sidecar has ended it, so that the next start may run in its pool.
+    _, alive = await asyncio.to_thread(psutil.wait_procs, left, 30)
+    assert not alive
+    async with http.get(f"{site.url}/metrics") as metrics:
+        assert f'midstream_orphans_killed_total{{worker="{name}"}}' in await metrics.text()
+    site.engines[name].start()
+    site.engines[name].wait_ready()
+    await site.wait_ready(http)
+    assert (await site.workers(http))[name]["adopted"]
