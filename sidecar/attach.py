@@ -8,6 +8,7 @@ still ran is never called exact.
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,7 +172,9 @@ class Attached:
                 return _Answer("" if answer.status == 200 else f"{place} answers {answer.status}", somebody=True)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             why = getattr(error, "os_error", None) or error
-            said = getattr(why, "strerror", None) or str(why) or f"no answer within {HEALTH_TIMEOUT_S:g} s"
+            # asyncio says in place of the reason what it has tried.
+            reason = os.strerror(why.errno) if isinstance(why, ConnectionError) and why.errno else str(why)
+            said = reason or f"no answer within {HEALTH_TIMEOUT_S:g} s"
             return _Answer(f"{place} does not answer ({said})", somebody=False)
 
     def _say_why_not_ready(self, answer: _Answer) -> None:

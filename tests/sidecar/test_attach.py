@@ -312,7 +312,7 @@ async def test_an_address_at_which_nobody_is_is_told_from_an_engine_that_loads(
 ) -> None:
     async with Sidecar(tmp_path, f"http://127.0.0.1:{unused_tcp_port}").following() as sidecar:
         await until(lambda: sidecar.worker.state is WorkerState.UNREACHABLE)
-        assert f"127.0.0.1:{unused_tcp_port}/health does not answer (Connect" in sidecar.worker.text
+        assert f"127.0.0.1:{unused_tcp_port}/health does not answer (Connection refused)" in sidecar.worker.text
         assert sidecar.workers.coming()
         await engine.start()
         await until(lambda: sidecar.worker.state is WorkerState.STARTING)
