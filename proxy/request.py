@@ -75,10 +75,14 @@ def wishes_of(body: dict[str, Any], *, chat: bool, hiding: Hiding | None, events
     )
 
 
+# vLLM reads -1 as a request without a seed (`SamplingParams.__post_init__`).
+NO_SEED = (None, -1)
+
+
 def wants_seed(body: dict[str, Any], *, takes_seed: bool = True) -> bool:
     """Whether a request samples at random without saying how. What an API has no field for says nothing."""
     temperature = body.get("temperature")
-    has_seed = takes_seed and body.get("seed") is not None
+    has_seed = takes_seed and body.get("seed") not in NO_SEED
     return not has_seed and not (isinstance(temperature, int | float) and temperature == 0)
 
 
@@ -106,7 +110,7 @@ class Outgoing:
             body = with_marker(body, marker)
             if self.asks_ids:
                 body["return_token_ids"] = True
-        if self.seed is not None and self.takes_seed and body.get("seed") is None:
+        if self.seed is not None and self.takes_seed:
             body = {**body, "seed": self.seed}
         return msgspec.json.encode(body)
 

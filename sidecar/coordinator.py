@@ -25,6 +25,8 @@ from ..session.tracker import SessionState, Tracker
 from .choice import KV_TIERS, Account, Plan, Tier, exactly, known_outputs, others_first, plan
 from .kv_restores import KvRestores, Mover
 from .metrics import Metrics
+from .mover.protocol import Reason as MoverReason
+from .mover.protocol import RestoreResult
 from .operators import Operators
 from .past import Past, PastSessions
 from .session_record import (
@@ -378,6 +380,7 @@ class SidecarCoordinator:
         self._workers.assign(record.facts.session, epoch)
         if chosen.tier in KV_TIERS:
             record.restore = asyncio.create_task(self._kv.restore(record, chosen.tier))
+            record.restore.add_done_callback(lambda done: self._source_may_have_ended(record, done))
         return Placement(
             worker.name,
             worker.url,
@@ -387,6 +390,21 @@ class SidecarCoordinator:
             finish=chosen.finish or None,
             fetched=record.fetched,
         )
+
+    def _source_may_have_ended(self, record: Record, restoring: "asyncio.Task[RestoreResult]") -> None:
+        """A planned move leaves its old owner at work, which may write the whole answer before its KV is copied.
+
+        Then nothing has to be computed any more: the ending is in the journal.
+        """
+        if restoring.cancelled() or restoring is not record.restore or restoring.exception() is not None:
+            return
+        slot = record.source.slot()
+        if slot is None or slot.finish not in ("stop", "length") or record.interrupted.done():
+            return
+        whole = record.source.journal(slot)
+        if restoring.result().reason == MoverReason.FINISHED and known_outputs(whole, record.known) == whole:
+            record.known = whole
+            record.interrupted.set_result(Reason.MOVE)
 
     def _settle_source(self, record: Record) -> bool:
         """After an interruption: which place has the KV, and what was journaled; True if it is the owner's now."""

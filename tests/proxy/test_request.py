@@ -84,6 +84,7 @@ def test_each_attempt_sends_the_same_request_but_for_the_marker() -> None:
         ({"temperature": 0}, False),
         ({"temperature": 0.0}, False),
         ({"seed": 3}, False),
+        ({"seed": -1}, True),
         ({"seed": 0}, False),
     ],
 )

@@ -72,6 +72,22 @@ async def test_the_old_owner_is_needed_until_the_new_one_has_its_kv(rig: Rig) ->
     assert rig.coordinator.outcome(asked()) is Outcome.EXACT
 
 
+async def test_an_old_owner_that_ends_before_its_kv_was_copied_has_written_the_answer(rig: Rig) -> None:
+    placement = await running(rig, 1, 2)
+    rig.mover.restored = RestoreResult(False, reason="finished")
+    await rig.coordinator.operators.move(S)
+    taken = await rig.over(placement, 1, 2, reason=Reason.MOVE)
+    old = rig.engines[placement.worker]
+    assert old.newest is not None
+    old.newest.append_tokens([3])
+    old.finish("stop")
+    assert await asyncio.wait_for(taken.interrupted, 5) is Reason.MOVE
+    again = await rig.over(taken, 1, 2, reason=Reason.MOVE)
+    assert (again.expected, again.finish) == ((1, 2, 3), "stop")
+    rig.coordinator.resumed(asked(), again, 0.1)
+    assert rig.coordinator.outcome(asked()) is Outcome.EXACT
+
+
 async def test_an_only_worker_takes_its_own_session_up(rig: Rig) -> None:
     first = rig.start("w0")
     placement = await rig.coordinator.admit(asked())
