@@ -12,6 +12,8 @@ from support.told import Told
 
 CUT = 20
 TOKENS = 48
+# Where workers go on while their sessions are moved: long enough that these are not over first on a busy machine.
+LONG = 250
 # The tiny model's ids: of its end of text, and of letters (special tokens come first).
 END = 2
 LETTER_A, LETTER_B = 67, 68
@@ -30,7 +32,7 @@ class Feature:
     """One row: what is asked for, in words and as a request, and what an interrupted answer is.
 
     `unstreamed` is the same for an answer in one piece ("" where there is none to be had). `given` makes fields of the
-    plain answer, and a cut that must be met to the token. `sessions` is how many choices there are, `finish` how each
+    plain answer, and a cut. `sessions` is how many choices there are, `finish` how each
     of them ends.
     """
 
@@ -44,6 +46,11 @@ class Feature:
     tier: str = "held"
     sessions: int = 1
     given: Callable[[Told], tuple[int, dict[str, Any]]] | None = None
+
+    @property
+    def by_itself(self) -> bool:
+        """Whether one worker has all of it until it is moved, once: then that one can be stopped at the very token."""
+        return self.sessions == 1 and self.tier == "held" and len(self.cuts) == 1
 
 
 def _stopping(**more: Any) -> Callable[[Told], tuple[int, dict[str, Any]]]:
@@ -65,7 +72,7 @@ def _stopping_at_id(plain: Told) -> tuple[int, dict[str, Any]]:
 FEATURES: tuple[Feature, ...] = (
     Feature("greedy", "`temperature: 0`", GREEDY),
     Feature("greedy, first token", "`temperature: 0`, cut at the first token", GREEDY, cuts=(1,)),
-    Feature("two moves", "moved after 8 and 60 tokens", {**GREEDY, "max_tokens": 160}, cuts=(8, 60), unstreamed=""),
+    Feature("two moves", "moved after 8 and 60 tokens", {**GREEDY, "max_tokens": LONG}, cuts=(8, 60), unstreamed=""),
     Feature("greedy, chat", "`/v1/chat/completions`", {**CHAT, "temperature": 0}),
     Feature("chat", "sampled", CHAT),
     Feature("temperature", "`temperature: 1.3`", {**SAMPLED, "temperature": 1.3}),
@@ -156,9 +163,14 @@ FEATURES: tuple[Feature, ...] = (
         "no usage", "`include_usage: false`", {**GREEDY, "stream_options": {"include_usage": False}}, unstreamed=""
     ),
     Feature("cache_salt", "`cache_salt` (there is no prefix cache)", {**SAMPLED, "cache_salt": "pepper"}),
-    Feature("n", "`n: 2`, each choice a session", {**SAMPLED, "n": 2}, sessions=2),
-    Feature("n, chat", "`n: 2` in a chat", {**CHAT, "n": 2}, sessions=2),
-    Feature("several prompts", "`prompt: [text, text]`", {**SAMPLED, "prompt": ["One", "Two"]}, sessions=2),
+    Feature("n", "`n: 2`, each choice a session", {**SAMPLED, "n": 2, "max_tokens": LONG}, sessions=2),
+    Feature("n, chat", "`n: 2` in a chat", {**CHAT, "n": 2, "max_tokens": LONG}, sessions=2),
+    Feature(
+        "several prompts",
+        "`prompt: [text, text]`",
+        {**SAMPLED, "prompt": ["One", "Two"], "max_tokens": LONG},
+        sessions=2,
+    ),
     Feature("from disk", "KV from a stored snapshot", GREEDY, tier="disk"),
 )
 

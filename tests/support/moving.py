@@ -236,14 +236,14 @@ class Stage:
         deadline_s = time.monotonic() + limit_s
         while not await holds():
             assert time.monotonic() < deadline_s, f"{holds} did not come true within {limit_s:g} s"
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.01)
 
     async def _new(self, known: set[str], count: int, asking: "asyncio.Task[Told]") -> list[SessionId]:
         """The sessions of a request that has just been sent."""
         async with asyncio.timeout(ADMISSION_S):
             while len(new := sorted(await self._sessions() - known)) < count:
                 assert not asking.done(), f"the request became no session: {asking.result()}"
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(0.01)
         return [SessionId(name) for name in new]
 
 
