@@ -12,6 +12,7 @@ from typing import Any
 from ...session.marker import Resume
 from .guard import log, patch, report
 from .marking import checked_marker, ending_of
+from .piecewise import kept_apart, needs_pieces
 
 # Requests that are being added, and what is to be replayed of them.
 _due: dict[str, Resume] = {}
@@ -73,14 +74,25 @@ def _replay(processor: Any, request: Any, resume: Resume) -> None:
     stopped_by_id = (
         finish is FinishReason.STOP and last in (params.stop_token_ids or ()) and last != params.eos_token_id
     )
-    output = EngineCoreOutput(
-        request_id=request.request_id,
-        new_token_ids=list(resume.outputs),
-        new_logprobs=_logprobs(getattr(params, "num_logprobs", params.logprobs), resume.outputs),
-        finish_reason=finish,
-        stop_reason=last if stopped_by_id else None,
-    )
-    processor.process_outputs([output])
+
+    def process(outputs: tuple[int, ...], *, is_last: bool) -> None:
+        output = EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=list(outputs),
+            new_logprobs=_logprobs(getattr(params, "num_logprobs", params.logprobs), outputs),
+            finish_reason=finish if is_last else None,
+            stop_reason=last if is_last and stopped_by_id else None,
+        )
+        processor.process_outputs([output])
+
+    if state.queue is None or not needs_pieces(params):
+        process(resume.outputs, is_last=True)
+        return
+    with kept_apart(state.queue):
+        for count, token in enumerate(resume.outputs, 1):
+            # A stop string may end the request before its last token.
+            if request.request_id in processor.request_states:
+                process((token,), is_last=count == len(resume.outputs))
 
 
 def _logprobs(wanted: int | None, outputs: tuple[int, ...]) -> Any:

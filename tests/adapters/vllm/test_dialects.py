@@ -57,7 +57,7 @@ def hidden(*cuts: int, **more: Any) -> EventCase:
 
 RESPONSE_SCHEMA = {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}}
 MESSAGE_SCHEMA = {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
-SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 7, "presence_penalty": 0.5}
+SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 7, "presence_penalty": 0.5, "ignore_eos": True}
 CASES = {
     "response": response(1, 8, 12, 13, 14, 15, 40),
     "response that calls a tool": response(5, 14, 22, 26, max_output_tokens=90, **RESPONSE_TOOLS),
