@@ -55,9 +55,11 @@ class Epoch:
     def exact_obstacles(self) -> list[str]:
         """Why no session of this engine could go on exactly, as its plugin says; [] when they can."""
         self.learn()
+        if words := [str(word) for word in self.facts.get("inexact") or []]:
+            return words
         if self.key is None or not self.pools:
             return ["no_plugin" if not self.facts else "no_pool"]
-        return [str(word) for word in self.facts.get("inexact") or []]
+        return []
 
     def learn(self) -> bool:
         """Read what the engine published; True once it is known."""
