@@ -53,9 +53,11 @@ class Generation:
         return self.request.headers.get(headers.REPORT) == "1"
 
     def tell_session(self, answer: CIMultiDict[str]) -> None:
-        """Name the session in an answer's headers, for a client that asked."""
+        """Name the session, and the seed that was drawn for it, in an answer's headers, for a client that asked."""
         if self.wants_report:
             answer[headers.SESSION] = self.facts.session
+            if self.facts.seed is not None:
+                answer[headers.SEED] = str(self.facts.seed)
 
 
 def _request_id(placement: Placement) -> str:

@@ -13,6 +13,7 @@ from . import policy
 REQUEST_ID = "X-Request-Id"
 REPORT = "X-Midstream-Report"
 SESSION = "X-Midstream-Session"
+SEED = "X-Midstream-Seed"
 OUTCOME = "X-Midstream-Outcome"
 TAKEOVERS = "X-Midstream-Takeovers"
 

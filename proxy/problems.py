@@ -86,7 +86,7 @@ def cannot_be_exact(obstacle: str) -> Problem:
     return Problem(
         422,
         NOT_EXACT,
-        f"a request with {obstacle!r} cannot go on exactly after an interruption: leave that out, "
+        f"a request with {str(obstacle)!r} cannot go on exactly after an interruption: leave that out, "
         "or send it with X-Midstream-Policy: best-effort",
     )
 

@@ -140,6 +140,12 @@ def exactly(chosen: Plan, account: Account, candidates: Sequence[Candidate]) -> 
     return None if account.delivered else _fresh(account, candidates, ())
 
 
+def has_any_kv(account: Account, tiers: frozenset[Tier]) -> bool:
+    """Whether there is KV that a worker might use, be it one that is still coming."""
+    held = account.held_kv and not tiers.isdisjoint((Tier.HELD, Tier.IN_PLACE))
+    return held or (account.stored_kv_len > 0 and Tier.DISK in tiers)
+
+
 def others_first(candidates: Sequence[Candidate], account: Account) -> list[Candidate]:
     """For a planned move: workers other than the session's own, if any of these could use its KV."""
     others = [c for c in _matching(account, candidates) if (c.worker, c.epoch) != account.epoch]

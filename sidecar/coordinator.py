@@ -22,7 +22,7 @@ from ..session.ids import SessionId
 from ..session.marker import Marker, Resume
 from ..session.records import LoadState, SlotState
 from ..session.tracker import SessionState, Tracker
-from .choice import KV_TIERS, Account, Plan, Tier, exactly, known_outputs, others_first, plan
+from .choice import KV_TIERS, Account, Plan, Tier, exactly, has_any_kv, known_outputs, others_first, plan
 from .kv_restores import KvRestores, Mover
 from .metrics import Metrics
 from .mover.protocol import Reason as MoverReason
@@ -295,7 +295,7 @@ class SidecarCoordinator:
                 chosen = replace(chosen, detail="its move asked for that")
             if chosen is not None and record.demands_exact:
                 allowed = exactly(chosen, account, candidates)
-                if allowed is None and (without_kv or not (account.held_kv or account.stored_kv_len)):
+                if allowed is None and (without_kv or not has_any_kv(account, tiers)):
                     raise self._not_exact(record, chosen.detail)
                 chosen = allowed
             if chosen is not None and chosen.tier is Tier.IN_PLACE and not await self._kv.verified(record):

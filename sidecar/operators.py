@@ -61,7 +61,7 @@ class Operators:
             if time.monotonic() > deadline:
                 raise Refused("timeout", f"session {session}: {count} of {at} tokens within {WAIT_S:g} s")
             await asyncio.sleep(LOOK_EVERY_S)
-        if record.interrupted.done() or record.tracker.state is not SessionState.RUNNING:
+        if record.interrupted.done() or not _goes_on(record):
             raise Refused("busy", f"session {session} is being taken up already; ask again when it goes on")
         record.wish = Wish(frozenset({tier}) & KV_TIERS)
         record.interrupted.set_result(Reason.MOVE)
@@ -115,6 +115,13 @@ class Operators:
         if record.facts.exact_obstacle:
             raise Refused(NOT_EXACT, f"session {session} has {record.facts.exact_obstacle!r}, so no KV of it is known")
         return record
+
+
+def _goes_on(record: Record) -> bool:
+    """Whether its owner has written tokens of its own; that of an unstreamed answer is seen by nothing else."""
+    slot = record.owner.slot()
+    has_own = slot is not None and len(record.owner.journal(slot)) > slot.resumed
+    return record.tracker.state is SessionState.RUNNING or has_own
 
 
 def _journal(record: Record) -> tuple[int, ...]:

@@ -134,6 +134,8 @@ async def test_a_client_that_asked_is_told_session_and_outcome_in_headers(kv: Kv
         plain = await client.post("/v1/completions", asked)
     (_, facts) = coordinator.of("admit")[0]
     assert got.headers["X-Midstream-Session"] == facts.session
+    # With it the client can have the same answer again.
+    assert int(got.headers["X-Midstream-Seed"]) == coordinator.engines[0].seen[0].body["seed"]
     assert (got.headers["X-Midstream-Outcome"], got.headers["X-Midstream-Takeovers"]) == (outcome, "1")
     assert not [name for name in plain.headers if name.startswith("X-Midstream")]
 

@@ -211,6 +211,30 @@ async def test_where_exact_is_demanded_a_session_without_kv_is_refused_at_once_o
     assert (fresh.marker.resume, fresh.expected) == (None, ())
 
 
+async def test_where_exact_is_demanded_kv_that_may_not_be_used_is_none(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, tiers=frozenset())
+    facts = SessionFacts(S, "/v1/completions", {}, stream=True, policy=Policy.EXACT)
+    placement = await running(rig, 1, 2, facts=facts)
+    with pytest.raises(Refused) as refused:
+        await rig.over(placement, 1, facts=facts)
+    assert refused.value.reason == "not_exact"
+    rig.coordinator.ended(facts, "failed")
+
+
+async def test_an_unstreamed_session_can_be_moved_again_once_its_owner_writes(rig: Rig) -> None:
+    placement = await running(rig, 1, 2)
+    await rig.coordinator.operators.move(S)
+    taken = await rig.over(placement, reason=Reason.MOVE)
+    slot = rig.engines["w1"].admit(taken)
+    with pytest.raises(Refused, match="is being taken up already"):
+        await rig.coordinator.operators.move(S)
+    slot.report(LoadState.DONE, PROMPT_LEN + 1, 1)
+    slot.append_tokens([3])
+    assert await rig.coordinator.operators.move(S) == 3
+    again = await rig.over(taken, reason=Reason.MOVE)
+    assert (again.worker, again.expected) == ("w0", (1, 2, 3))
+
+
 async def test_where_exact_is_demanded_a_worker_that_cannot_is_not_chosen(rig: Rig) -> None:
     facts = SessionFacts(S, "/v1/completions", {}, stream=True, policy=Policy.EXACT)
     rig.start("w0", inexact=["spec_decode"])
