@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ..loadtest.load.run import LoadTest
 
 _PROGRESS_EVERY_S = 10.0
+# Where midstream itself brings interrupted answers to their end.
+_KEEP_TOKENS = ("kv", "url", "recompute")
 
 
 def loadtest(
@@ -187,9 +189,15 @@ async def _until_told(test: "LoadTest") -> bool:
 
 
 def is_good(summary: dict[str, Any]) -> bool:
-    """Whether midstream kept its promise: with `kv` nothing was lost, repeated or broken, and all faults hit."""
-    kept = [told for name, told in summary["strategies"].items() if name in ("kv", "url")]
-    return all(not (s["lost"] or s["repeated"] or s["failed"] or s["faults_missed"]) for s in kept)
+    """Whether the run shows what it is to show: no answer failed, all faults hit, and no token was lost or repeated.
+
+    A client that begins again itself, and engines without a sidecar, promise nothing of single tokens.
+    """
+    strategies = summary["strategies"]
+    if any(told["failed"] or told["faults_missed"] for told in strategies.values()):
+        return False
+    kept = [told for name, told in strategies.items() if name in _KEEP_TOKENS]
+    return not any(told["lost"] or told["repeated"] for told in kept)
 
 
 def _require_one_place(command: list[str] | None, url: str, *, has_faults: bool) -> None:

@@ -146,13 +146,29 @@ def test_pictures_are_drawn_where_there_is_something_to_draw_with(tmp_path: Path
         assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
 
 
-def test_a_run_is_good_only_if_kv_lost_repeated_broke_and_missed_nothing() -> None:
-    good = {"strategies": {"kv": passed("kv", 0.2).summary(), "restart": passed("restart", 9.0, tokens=[1]).summary()}}
-    assert is_good(good)
+def told(name: str, *, tokens: list[int] | None = None, **changes: int) -> dict[str, Any]:
+    return {"strategies": {name: {**passed(name, 0.2, tokens=tokens).summary(), **changes}}}
+
+
+@pytest.mark.parametrize("name", ["kv", "recompute", "url"])
+def test_a_run_is_good_only_if_midstream_lost_and_repeated_nothing(name: str) -> None:
+    assert is_good(told(name))
     Random(1).shuffle(shuffled := list(WANTED))
     for bad in (WANTED[:20] + WANTED[22:], [*WANTED[:20], *WANTED[19:]]):
-        assert not is_good({"strategies": {"kv": passed("kv", 0.2, tokens=bad).summary()}})
-    assert is_good({"strategies": {"kv": passed("kv", 0.2, tokens=shuffled).summary()}}), "different is not lost"
-    missed = passed("kv", 0.2)
+        assert not is_good(told(name, tokens=bad))
+    assert not is_good(told(name, lost=1))
+    assert not is_good(told(name, repeated=1))
+    assert is_good(told(name, tokens=shuffled)), "different is not lost"
+
+
+@pytest.mark.parametrize("name", ["control", "engine", "kv", "recompute", "restart", "url"])
+def test_whatever_was_compared_a_run_is_not_good_if_answers_failed_or_faults_missed(name: str) -> None:
+    assert is_good(told(name))
+    assert not is_good(told(name, failed=1))
+    missed = passed(name, 0.2)
     missed.faults[0].hit = False
-    assert not is_good({"strategies": {"kv": missed.summary()}})
+    assert not is_good({"strategies": {name: missed.summary()}})
+
+
+def test_who_begins_again_may_have_other_tokens() -> None:
+    assert is_good(told("restart", lost=3, repeated=2))
