@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from .request import NO_SEED
+
 Body = dict[str, Any]
 
 
@@ -52,7 +54,9 @@ def _parts(body: Body, *, chat: bool) -> Iterator[Part]:
 def _seeded(body: Body, choice: int) -> Body:
     """vLLM's rule (v1/engine/parallel_sampling.py): choice i of each prompt samples with the request's seed plus i."""
     seed = body.get("seed")
-    return {**body, "seed": seed + choice} if choice and type(seed) is int else body
+    if not choice or type(seed) is not int or seed in NO_SEED:
+        return body
+    return {**body, "seed": seed + choice}
 
 
 def _n(body: Body) -> int | None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from midstream.proxy.choices import count_of, split
 from midstream.proxy.eligible import why_not_resumable
+from midstream.proxy.request import wants_seed
 
 PROMPTS: list[Any] = [None, "x", ["x"], [1, 2], [[1, 2]], ["a", "b"], ["a", "", "c"], [[1], [2, 3]], [[], [1]]]
 
@@ -56,3 +57,10 @@ def test_choices_are_numbered_prompt_by_prompt_and_seeded_by_their_place(n: Any,
         assert [part.body["prompt"][0] for part in parts[:: n or 1]] == prompt
     else:
         assert all(part.body["prompt"] == prompt for part in parts)
+
+
+@pytest.mark.parametrize("seed", [None, -1])
+def test_a_request_without_a_seed_has_none_in_any_of_its_choices(seed: Any) -> None:
+    parts = split({"n": 3, "prompt": ["a", "b"], "seed": seed}, chat=False)
+    assert [part.body["seed"] for part in parts] == [seed] * 6
+    assert all(wants_seed(part.body) for part in parts)
