@@ -118,9 +118,11 @@ class Striker:
                 await self._until_hit(fault)
             self.is_done = True
             await asyncio.gather(*self._mending)
-        except (EngineError, psutil.Error) as error:
-            number = self.log[-1].number + 1 if self.log else 1
-            self._note(number, "none", 0.0, None, hit=False, detail=str(error).splitlines()[0])
+        except (EngineError, OSError, psutil.Error) as error:
+            last = self.log[-1] if self.log else None
+            # A strike that failed has said so itself.
+            if last is None or last.detail != _reason(error):
+                self._on_log(self._entry(last.number + 1 if last else 1, "none", 0.0, None, detail=_reason(error)))
         finally:
             # Whatever is wrong with the faults, the load must not go on for ever.
             self.is_done = True
@@ -135,7 +137,8 @@ class Striker:
             await self._all_ready()
             aim = await self._aim(fault, missed)
             if aim is None:
-                self._note(fault.number, fault.kind, fault.at_s, None, hit=False, detail="nothing was being decoded")
+                detail = "nothing was being decoded"
+                self._on_log(self._entry(fault.number, fault.kind, fault.at_s, None, detail=detail))
                 return
             before = self._broken()
             entry = await self._strike(fault, aim)
@@ -201,10 +204,22 @@ class Striker:
         return False
 
     async def _strike(self, fault: Fault, aim: Aim) -> Logged:
-        name, pid = str(aim.worker["name"]), self._engine_pid(aim.worker)
-        entry = self._note(fault.number, fault.kind, fault.at_s, aim, hit=True)
+        """Do it. The entry is made before, for what it says of the streams, and is a hit only once it was done."""
+        entry = self._entry(fault.number, fault.kind, fault.at_s, aim)
+        try:
+            await self._do(fault, aim, entry)
+            entry.hit = True
+        except (EngineError, OSError, psutil.Error) as error:
+            entry.detail = _reason(error)
+            raise
+        finally:
+            self._on_log(entry)
+        return entry
+
+    async def _do(self, fault: Fault, aim: Aim, entry: Logged) -> None:
+        pid = self._engine_pid(aim.worker)
         if fault.kind in ENDS_EPOCH:
-            self._ended[name] = int(aim.worker["epoch"])
+            self._ended[entry.worker] = int(aim.worker["epoch"])
         match fault.kind:
             case Kind.KILL_CORE | Kind.KILL_WORKER | Kind.KILL_TREE:
                 entry.processes = kill_worker(pid, _VICTIMS[fault.kind])
@@ -221,7 +236,6 @@ class Striker:
                 request |= {"delay_s": fault.delay_s, "bytes_per_s": fault.bytes_per_s}
                 await ask(self._relays, int(str(aim.worker["url"]).rsplit(":", 1)[1]), request)
                 self._mend(asyncio.sleep(fault.for_s))
-        return entry
 
     def _engine_pid(self, worker: dict[str, Any]) -> int:
         """The engine's root process: the relay in front of it is none of its processes."""
@@ -236,9 +250,8 @@ class Striker:
         self._mending.add(task)
         task.add_done_callback(self._mending.discard)
 
-    def _note(
-        self, number: int, kind: str, planned_s: float, aim: Aim | None, *, hit: bool, detail: str = ""
-    ) -> Logged:
+    def _entry(self, number: int, kind: str, planned_s: float, aim: Aim | None, *, detail: str = "") -> Logged:
+        """A line of the log, of what has not hit yet."""
         now_s = time.perf_counter()
         decoding, prefilling = self._counts(aim) if aim is not None else (0, 0)
         entry = Logged(
@@ -248,7 +261,7 @@ class Striker:
             at_s=round(now_s - self._began_s, 3),
             time=datetime.now(UTC).isoformat(timespec="milliseconds"),
             worker=str(aim.worker["name"]) if aim is not None else "",
-            hit=hit,
+            hit=False,
             decoding=decoding,
             prefilling=prefilling,
             sessions=[w.session for w in aim.writing] if aim is not None else [],
@@ -257,8 +270,12 @@ class Striker:
             clock_s=now_s,
         )
         self.log.append(entry)
-        self._on_log(entry)
         return entry
+
+
+def _reason(error: Exception) -> str:
+    """One line of what an error says; its kind, where it says nothing."""
+    return (str(error) or repr(error)).splitlines()[0]
 
 
 def _has_some_and_more(live: Live | None, outputs: int) -> bool:

@@ -236,3 +236,42 @@ async def test_a_sidecar_that_is_gone_ends_the_faults_and_the_log_says_so(
     await one.run(time.perf_counter())
     assert one.is_done
     assert (one.log[0].hit, one.log[0].detail) == (False, "the sidecar has ended:")
+
+
+@pytest.mark.parametrize("kind", [Kind.TERM, Kind.KILL_TREE, Kind.STOP])
+async def test_a_fault_that_could_not_be_done_is_no_hit_and_ends_the_faults_with_its_reason(
+    fleet: Fleet, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = fleet.all[0]
+    worker.write(ONE, 5)
+    worker.process.kill()
+    # Collected, so that nobody has its pid any more; the sidecar still shows it as ready.
+    worker.process.wait()
+    announced: list[tuple[str, bool]] = []
+    one = striker(fleet, [live(ONE)], Fault(1, 0.0, kind, worker.name), kill(number=2, at_s=0.1))
+    monkeypatch.setattr(one, "_on_log", lambda entry: announced.append((entry.kind, entry.hit)))
+    await one.run(time.perf_counter())
+    [entry] = one.log
+    assert (entry.hit, entry.processes) == (False, [])
+    assert entry.detail
+    assert not entry.concerns(ONE)
+    assert announced == [(kind.value, False)]
+    assert one.is_done
+    assert fleet.all[1].is_alive
+
+
+async def test_a_fault_is_told_as_a_hit_only_when_it_was_done(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet.all[0].write(ONE, 5)
+    one = striker(fleet, [live(ONE)], kill())
+    seen: list[bool] = []
+    told: list[bool] = []
+    really = strike.kill_worker
+
+    def killing(*args: Any) -> list[str]:
+        seen.append(one.log[0].hit)
+        return really(*args)
+
+    monkeypatch.setattr(strike, "kill_worker", killing)
+    monkeypatch.setattr(one, "_on_log", lambda entry: told.append(entry.hit))
+    await one.run(time.perf_counter())
+    assert (seen, told) == ([False], [True])
