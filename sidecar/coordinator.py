@@ -135,7 +135,7 @@ class SidecarCoordinator:
     ) -> Placement:
         """Where the session goes on; waits for a worker to come up."""
         record = self._records[facts.session]
-        self._settling.conclude(record, over=True)
+        self._settling.interrupted(record)
         if self._settle_source(record) and record.tracker.state is SessionState.RESTORING:
             # Nothing of it was sent yet, but it counts: what follows goes on from this owner's own tokens.
             self._settling.came_to(record, record.owner.slot(), None)
@@ -157,14 +157,17 @@ class SidecarCoordinator:
         return await self._placed(record, delivered, without_kv=reason is Reason.MISMATCH)
 
     async def settled(self, facts: SessionFacts, placement: Placement) -> None:
-        """At once, but for a session whose policy demands exact: then when its engine has said what it got."""
+        """At once, but for a session whose policy demands exact: then when its engine has said what it got.
+
+        Without a verdict where that engine was lost before it had computed anything: its stream's end says so next.
+        """
         record = self._records[facts.session]
         if not record.demands_exact:
             return
-        outcome, detail = await self._settling.what_became(record)
-        if outcome is Outcome.RECOMPUTED:
+        became = await self._settling.what_became(record)
+        if became is not None and became[0] is Outcome.RECOMPUTED:
             self._settling.give_up(record)
-            raise self._not_exact(record, detail)
+            raise self._not_exact(record, became[1])
 
     def resumed(self, facts: SessionFacts, placement: Placement, gap_s: float) -> None:
         """The new owner's stream went on."""

@@ -104,6 +104,12 @@ def has_settled(record: Record, slot: Slot | None) -> bool:
     return len(record.owner.journal(slot)) > slot.resumed
 
 
+def has_only_replayed(record: Record) -> bool:
+    """Whether the new owner's engine has the session in its arena, and has computed nothing for it."""
+    slot = record.owner.slot()
+    return slot is not None and not has_settled(record, slot)
+
+
 def has_kv(record: Record, slot: Slot | None) -> bool:
     """Whether the new owner has the KV of all that it goes on from; true where it has no use for any."""
     if record.plan is None or not record.plan.outputs or record.owner.epoch.arena is None:

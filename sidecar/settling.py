@@ -11,7 +11,7 @@ import time
 from ..proxy.coordinator import Outcome
 from ..session.records import Slot
 from .metrics import Metrics
-from .session_record import Place, Record, has_kv, has_settled, outcome_of
+from .session_record import Place, Record, has_kv, has_only_replayed, has_settled, outcome_of
 from .workers import Workers
 
 _LOG = logging.getLogger("midstream.coordinator")
@@ -35,13 +35,28 @@ class Settling:
             self._stop_waiting(record)
             record.concluding = asyncio.create_task(self._conclude_later(record))
 
-    async def what_became(self, record: Record) -> tuple[Outcome, str]:
-        """The outcome of the takeover under way and its detail, as soon as its engine has said what it got."""
+    async def what_became(self, record: Record) -> tuple[Outcome, str] | None:
+        """The outcome of the takeover under way and its detail, as soon as its engine has said what it got.
+
+        None: the engine was lost before it had computed anything, so that it came to nothing and is to be done again.
+        """
         deadline = time.monotonic() + self._patience_s
-        while not has_settled(record, record.owner.slot()) and time.monotonic() < deadline:  # noqa: ASYNC110
+        while not has_settled(record, record.owner.slot()) and time.monotonic() < deadline:
+            if record.interrupted.done():
+                if has_only_replayed(record):
+                    return None
+                # It may have computed what nothing in its arena tells of: that is not called exact.
+                break
             await asyncio.sleep(LOOK_EVERY_S)
         outcome, failed = outcome_of(record, record.owner.slot(), 0.0)
         return outcome, failed.detail
+
+    def interrupted(self, record: Record) -> None:
+        """The takeover's owner is lost. It counts unless all that it sent was journaled by the owner before it."""
+        if record.gap_s is not None and has_only_replayed(record):
+            self.give_up(record)
+        else:
+            self.conclude(record, over=True)
 
     def conclude(self, record: Record, *, over: bool = False) -> bool:
         """Say what the last failover came to, if it is known; `over`: there is nothing more to wait for."""

@@ -198,6 +198,54 @@ async def test_where_exact_is_demanded_a_recomputed_takeover_is_refused(rig: Rig
     assert rig.told()["outcomes"][-1]["outcome"] == "refused"
 
 
+async def test_an_engine_that_dies_while_its_kv_loads_is_no_verdict_and_another_goes_on_exactly(tmp_path: Path) -> None:
+    # An engine that is alive might take its time; the death of one is no time to wait.
+    rig = Rig(tmp_path, load_timeout_s=3600.0)
+    facts = SessionFacts(S, "/v1/responses", {}, stream=True, policy=Policy.EXACT)
+    placement = await running(rig, 1, 2, facts=facts)
+    rig.start("w2")
+    rig.die(rig.engines[placement.worker])
+    taken = await rig.over(placement, 1, facts=facts)
+    slot = rig.engines[taken.worker].admit(taken)
+    slot.report(LoadState.WAITING, 0, 0)
+    settling = asyncio.create_task(rig.coordinator.settled(facts, taken))
+    await asyncio.sleep(0.02)
+    assert not settling.done()
+    rig.die(rig.engines[taken.worker])
+    await asyncio.wait_for(settling, 10)
+    # What it had replayed was sent: that alone makes the answer no less exact.
+    rig.coordinator.resumed(facts, taken, 0.1)
+    again = await rig.over(taken, 1, 2, facts=facts)
+    assert again.worker not in (placement.worker, taken.worker)
+    assert again.marker.resume is not None
+    assert again.marker.resume.kv is KvSource.HELD
+    slot = rig.engines[again.worker].admit(again)
+    slot.report(LoadState.DONE, PROMPT_LEN + 1, 1)
+    slot.append_tokens([3])
+    await rig.coordinator.settled(facts, again)
+    rig.coordinator.resumed(facts, again, 0.1)
+    assert rig.coordinator.outcome(facts) is Outcome.EXACT
+    assert [told["outcome"] for told in rig.told()["outcomes"]] == ["interrupted", "exact"]
+    rig.coordinator.ended(facts, "finished")
+
+
+@pytest.mark.parametrize("arena_tells", [True, False])
+async def test_an_engine_that_may_have_computed_before_it_died_is_not_called_exact(rig: Rig, arena_tells: bool) -> None:
+    facts = SessionFacts(S, "/v1/responses", {}, stream=True, policy=Policy.EXACT)
+    placement = await running(rig, 1, 2, facts=facts)
+    rig.die(rig.engines[placement.worker])
+    taken = await rig.over(placement, 1, facts=facts)
+    # Without room in its arena an engine serves a session all the same, and nothing tells what it computed.
+    if arena_tells:
+        slot = rig.engines[taken.worker].admit(taken)
+        slot.report(LoadState.FAILED, 0, 7)
+        slot.append_tokens([3])
+    rig.die(rig.engines[taken.worker])
+    with pytest.raises(Refused, match="which its policy forbids"):
+        await rig.coordinator.settled(facts, taken)
+    rig.coordinator.ended(facts, "failed")
+
+
 async def test_where_exact_is_demanded_a_session_without_kv_is_refused_at_once_or_begun_anew(rig: Rig) -> None:
     facts = SessionFacts(S, "/v1/completions", {}, stream=True, policy=Policy.EXACT)
     placement = await running(rig, 1, 2, facts=facts)
