@@ -11,6 +11,7 @@ from ..proxy.coordinator import SessionFacts
 from ..proxy.eligible import why_not_resumable
 from ..session.errors import Refused
 from ..session.ids import SessionId
+from .session_record import wants_logprobs
 
 # Whatever the prompt is made of: another one has other KV. And what a branch decides by itself.
 FIXED = frozenset(
@@ -29,7 +30,7 @@ def branch_of(parent: SessionFacts, session: SessionId, changes: Mapping[str, An
         raise Refused("bad_request", f"{', '.join(wrong)} cannot be set for a branch: it has its parent's prompt")
     body = {**parent.body, **changes, "stream": True}
     body = {name: value for name, value in body.items() if value is not None}
-    if body.get("logprobs") not in (None, False):
+    if wants_logprobs(body):
         raise Refused(
             "bad_request", "logprobs of the tokens before the branch are not kept: add --set logprobs=null to go on"
         )

@@ -36,12 +36,20 @@ def test_fields_may_be_set_and_taken_away() -> None:
         ({"prompt": "y"}, "prompt cannot be set"),
         ({"n": 2, "model": "m"}, "model, n cannot be set"),
         ({"logprobs": 3}, "logprobs=null"),
+        # Of completions: those of the sampled tokens, and none beside them.
+        ({"logprobs": 0}, "logprobs=null"),
+        ({"logprobs": True}, "logprobs=null"),
         ({"use_beam_search": True}, "beam_search"),
     ],
 )
 def test_what_cannot_be_is_named(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(Refused, match=told):
         branch_of(parent(), CHILD, changes)
+
+
+def test_a_request_that_wants_no_logprobs_can_branch() -> None:
+    assert branch_of(parent(logprobs=False), CHILD, {}).body["logprobs"] is False
+    assert "logprobs" not in branch_of(parent(logprobs=3), CHILD, {"logprobs": None}).body
 
 
 def test_the_oldest_sessions_are_forgotten() -> None:
