@@ -61,6 +61,9 @@ class Operators:
             if time.monotonic() > deadline:
                 raise Refused("timeout", f"session {session}: {count} of {at} tokens within {WAIT_S:g} s")
             await asyncio.sleep(LOOK_EVERY_S)
+        # The store was asked meanwhile, and an arena keeps the journal of what is over.
+        if self._records.get(session) is not record:
+            raise Refused("ended", f"session {session} has ended, so there is nothing to move")
         if record.interrupted.done() or not _goes_on(record):
             raise Refused("busy", f"session {session} is being taken up already; ask again when it goes on")
         record.wish = Wish(frozenset({tier}) & KV_TIERS)

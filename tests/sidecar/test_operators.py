@@ -133,6 +133,22 @@ async def test_what_cannot_be_moved_is_refused_and_goes_on(rig: Rig) -> None:
         await rig.coordinator.operators.move(S)
 
 
+async def test_a_session_that_ends_while_the_store_is_asked_was_not_moved(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placement = await running(rig, 1, 2)
+
+    async def stored(session: SessionId) -> StoredResult:
+        rig.coordinator.ended(asked(), "finished")
+        return StoredResult(True, 1, PROMPT_LEN, HASH, PROMPT_LEN + 1, 2)
+
+    monkeypatch.setattr(rig.mover, "stored", stored)
+    with pytest.raises(Refused, match="has ended") as refused:
+        await rig.coordinator.operators.move(S, Tier.DISK)
+    assert refused.value.reason == "ended"
+    assert not placement.interrupted.done()
+
+
 async def test_a_branch_goes_on_from_the_live_kv_of_its_parent_with_its_seed(rig: Rig) -> None:
     parent = SessionFacts(S, "/v1/completions", {"prompt": "x"}, stream=False, seed=11)
     await running(rig, 1, 2, 3, facts=parent)
