@@ -9,6 +9,7 @@ ended. A choice whose turn it is not waits, and so does its engine: nothing is c
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -55,6 +56,8 @@ class ChoicesHandler:
         self._told = [told[part.prompt] for part in parts]
         self._prompts = [part.prompt for part in parts]
         self._sessions = [generation.facts.session for generation in generations]
+        # With several prompts the drawn seeds are no client's: it counts its own anew for each prompt.
+        self._names = _Names(self._sessions, None if parts[-1].prompt else generations[0].facts.seed)
         self._answer = answer
         self._request = generations[0].request
 
@@ -66,7 +69,7 @@ class ChoicesHandler:
         bytes_max = self._generations[0].settings.event_bytes_max
         merged = MergedStream(self._prompts, self._sessions, self._answer, bytes_max)
         running = _Running(self._generations)
-        mouth = _Mouth(self._request, merged, self._sessions, running.give_up_others)
+        mouth = _Mouth(self._request, merged, self._names, running.give_up_others)
 
         async def start(index: int) -> web.StreamResponse:
             generation = self._generations[index]
@@ -85,7 +88,7 @@ class ChoicesHandler:
                 if isinstance(got, web.Response):
                     # An error before the choice's stream.
                     if not mouth.opened:
-                        return _named(got, self._sessions)
+                        return self._names.on(got)
                     running.give_up_others(index)
                     await mouth.refuse(got)
             return await mouth.close()
@@ -102,7 +105,7 @@ class ChoicesHandler:
             async for index, got in running.ended():
                 assert isinstance(got, web.Response)
                 if got.status != 200:
-                    return _named(got, self._sessions)
+                    return self._names.on(got)
                 answers[index] = got
         return self._together([answers[index] for index in range(len(self._generations))])
 
@@ -118,7 +121,7 @@ class ChoicesHandler:
         told = Report.of_all(reports)
         if told is not None:
             kept.update(told.headers())
-        return _named(web.Response(body=body, headers=kept), self._sessions)
+        return self._names.on(web.Response(body=body, headers=kept))
 
 
 class _Running:
@@ -163,11 +166,11 @@ class _Mouth:
     """Says to the client what the choices say. `fail` is told of the choice with which the stream ends early."""
 
     def __init__(
-        self, request: web.Request, merged: MergedStream, sessions: Sequence[str], fail: Callable[[int], None]
+        self, request: web.Request, merged: MergedStream, names: "_Names", fail: Callable[[int], None]
     ) -> None:
         self._request = request
         self._merged = merged
-        self._sessions = sessions
+        self._names = names
         self._fail = fail
         self._begun: set[int] = set()
         self._opened = asyncio.Event()
@@ -183,13 +186,13 @@ class _Mouth:
     async def begin(self, index: int, kept: "CIMultiDict[str]") -> None:
         """A choice's worker has taken its request. Returns when all have, or have had time to."""
         self._begun.add(index)
-        if len(self._begun) < len(self._sessions):
+        if len(self._begun) < len(self._names.sessions):
             with suppress(TimeoutError):
                 async with asyncio.timeout(_BEGIN_S):
                     await self._opened.wait()
         async with self._writing:
             if self._response is None:
-                response = _named(web.StreamResponse(headers=kept), self._sessions)
+                response = self._names.on(web.StreamResponse(headers=kept))
                 with self._noticing(index):
                     await response.prepare(self._request)
                 self._response = response
@@ -271,8 +274,18 @@ def _error_event(answer: web.Response) -> bytes:
     return problems.upstream_lost(text).event()
 
 
-def _named(answer: AnyResponse, sessions: Sequence[str]) -> AnyResponse:
-    """Name all sessions of an answer that names one of them."""
-    if headers.SESSION in answer.headers:
-        answer.headers[headers.SESSION] = ", ".join(sessions)
-    return answer
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """What the headers of the one answer say of its choices; `seed` is the one with which to ask for it again."""
+
+    sessions: Sequence[str]
+    seed: int | None
+
+    def on(self, answer: AnyResponse) -> AnyResponse:
+        """Name all sessions of an answer that names one of them, and the seed of all instead of that one's."""
+        answer.headers.popall(headers.SEED, None)
+        if headers.SESSION in answer.headers:
+            answer.headers[headers.SESSION] = ", ".join(self.sessions)
+            if self.seed is not None:
+                answer.headers[headers.SEED] = str(self.seed)
+        return answer

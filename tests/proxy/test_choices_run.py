@@ -311,6 +311,40 @@ async def test_seeds_that_are_drawn_differ_for_every_choice(prompts: Any, n: int
 
 
 @pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("late", [0, 1])
+async def test_the_seed_that_is_told_makes_the_same_answer_again(stream: bool, late: int) -> None:
+    class Late(Choir):
+        """Takes the request of one choice when it has taken the other's."""
+
+        async def _generate(self, request: web.Request) -> web.StreamResponse:
+            index = [facts.session for _, facts in coordinator.of("admit")].index(request.headers["X-Request-Id"])
+            if index == late:
+                while not self.seen:  # noqa: ASYNC110 (the engine has no event for an arrival)
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.05)
+            return await super()._generate(request)
+
+    coordinator = ScriptedCoordinator(Late())
+    async with proxied(coordinator) as client:
+        first = await ask(client, stream=stream, prompt="ab", seed=None)
+        told = int(first.headers["X-Midstream-Seed"])
+    coordinator = choir()
+    async with proxied(coordinator) as client:
+        again = await ask(client, stream=stream, prompt="ab", seed=told)
+    assert said(again, stream) == said(first, stream) == expected(["ab"], 2, told)
+    assert "X-Midstream-Seed" not in again.headers
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_no_seed_is_told_where_none_would_make_the_same_answer_again(stream: bool) -> None:
+    async with proxied(choir()) as client:
+        got = await ask(client, stream=stream, seed=None)
+    assert got.status == 200
+    assert "X-Midstream-Session" in got.headers
+    assert "X-Midstream-Seed" not in got.headers
+
+
+@pytest.mark.parametrize("stream", [True, False])
 async def test_a_move_in_the_middle_of_a_prefill_is_a_takeover_of_that_choice_alone(stream: bool) -> None:
     coordinator = choir({5: Script(at=0, fate=Fate.STALLS, gap_s=30)})
     async with proxied(coordinator) as client:
