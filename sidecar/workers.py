@@ -200,10 +200,13 @@ def _adoptable(worker: Worker) -> Epoch | None:
 
     An engine keeps the blocks of one arena's sessions. Where that pool is the memory of the epoch before it, sessions
     that have not left that one would be written over: then the next engine gets a pool of its own, and theirs is
-    copied.
+    copied. So it does where an engine ran in such memory without having sessions to keep there: nobody could ask for
+    the end of its processes.
     """
-    newest = next((e for e in reversed(worker.older) if e.pools), None)
-    if newest is not None and newest.facts.get("adopted") and newest.adopt is not None and newest.adopt.sessions:
+    newest = next((e for e in reversed(worker.older) if e.pools or e.facts.get("adopted")), None)
+    if newest is None or not newest.pools:
+        return None
+    if newest.facts.get("adopted") and newest.adopt is not None and newest.adopt.sessions:
         return None
     return newest
 

@@ -11,7 +11,7 @@ from ..alive import told_processes
 from ..weights import model_fingerprint, tokenizer_fingerprint
 from .generators import draws_are_known
 from .guard import guarded, log, missing
-from .obstacles import obstacles, plain_version
+from .obstacles import obstacles, of_options, plain_version
 from .settings import PluginSettings
 
 _MODEL_OPTIONS = ("max_model_len", "generation_config", "override_generation_config", "hf_overrides", "logprobs_mode")
@@ -19,12 +19,16 @@ _GRAMMAR_OPTIONS = ("backend", "reasoning_parser", "enable_in_reasoning", "disab
 
 
 def facts_of(settings: PluginSettings, vllm_config: Any, kv_cache_config: Any) -> tuple[dict[str, Any], bool]:
-    """The facts for the arena, and whether every rank runs in the pool of the epoch before."""
+    """The facts for the arena, and whether any rank runs, or may run, in the pool of the epoch before.
+
+    What may be written to is told as it is, whether or not sessions of this engine have KV to come back to: somebody
+    else's may lie there.
+    """
     pools, adopted, fingerprint, owners = _pools(settings, vllm_config.parallel_config.tensor_parallel_size)
     inexact = _inexact(vllm_config, kv_cache_config)
     if inexact:
         log.warning("midstream: no KV of this engine is kept for its sessions, because of %s", ", ".join(inexact))
-        pools, adopted = [], False
+        pools = []
     facts = {
         "v": 1,
         "engine": "vllm",
@@ -40,11 +44,27 @@ def facts_of(settings: PluginSettings, vllm_config: Any, kv_cache_config: Any) -
     return facts, adopted
 
 
+def may_adopt(vllm_config: Any) -> bool:
+    """Whether a worker of this engine may run in the pool of the epoch before.
+
+    The cache's own obstacles are not asked for: a pool of another shape is never adopted, and one of the same shape
+    was not offered by an engine that had them.
+    """
+    import vllm
+
+    return not (of_options(vllm_config, plain_version(vllm)) or _of_hooks(vllm_config))
+
+
 def _inexact(vllm_config: Any, kv_cache_config: Any) -> list[str]:
     """Why sessions of this engine cannot go on exactly; [] when they can."""
     import vllm
 
-    found = obstacles(vllm_config, kv_cache_config, plain_version(vllm))
+    return obstacles(vllm_config, kv_cache_config, plain_version(vllm)) + _of_hooks(vllm_config)
+
+
+def _of_hooks(vllm_config: Any) -> list[str]:
+    """What the hooks cannot do in this process."""
+    found = []
     if missing:
         found.append("hooks")
     if not guarded(default=False)(draws_are_known)(vllm_config):
@@ -53,21 +73,31 @@ def _inexact(vllm_config: Any, kv_cache_config: Any) -> list[str]:
 
 
 def _pools(settings: PluginSettings, ranks: int) -> tuple[list[str], bool, str, list[int]]:
-    """Names, whether all were adopted, how their blocks are made up, and the pids of the workers that have them."""
-    names, adopted, fingerprints, owners = [], True, [], []
+    """Names, whether any was adopted, how their blocks are made up, and the pids of the workers that have them.
+
+    Where that is not known for a rank there is no pool to come back to, and an old one that was offered counts as
+    adopted.
+    """
+    names: list[str] = []
+    fingerprints: list[str] = []
+    owners: list[int] = []
+    adopted: list[bool] = []
     for rank in range(ranks):
         name = settings.pool_name(rank)
         try:
             fd, meta = HolderClient(settings.holder).get(name)
         except PoolError as error:
             log.warning("midstream: no held pool for rank %d (%s); sessions will be recomputed", rank, error)
-            return [], False, "", []
+            return [], settings.adopt is not None, "", owners
         os.close(fd)
         names.append(name)
         owners.append(int(meta["owner"]["pid"]))
-        adopted = adopted and bool(meta["owner"].get("adopted_from"))
+        adopted.append(bool(meta["owner"].get("adopted_from")))
         fingerprints.append(str(meta["fingerprint"]))
-    return names, adopted, "+".join(dict.fromkeys(fingerprints)), owners
+    if any(adopted) and not all(adopted):
+        log.warning("midstream: only some ranks run in the old pools; sessions will be recomputed")
+        return [], True, "", owners
+    return names, any(adopted), "+".join(dict.fromkeys(fingerprints)), owners
 
 
 def _key(vllm_config: Any) -> dict[str, str | int | None]:

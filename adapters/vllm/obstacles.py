@@ -20,10 +20,15 @@ CONNECTOR = "MidstreamConnector"
 
 def obstacles(config: Any, kv_cache_config: Any, version: str) -> list[str]:
     """One word for each thing that was not seen to work, in the order of the rules."""
+    return of_options(config, version) + _of_cache(kv_cache_config)
+
+
+def of_options(config: Any, version: str) -> list[str]:
+    """Those that are known before an engine has a cache, and in each of its processes alike."""
     found = [word for word, is_there in _RULES if is_there(config)]
     if version not in TESTED_VERSIONS:
         found.append("version")
-    return found + _of_cache(kv_cache_config)
+    return found
 
 
 def plain_version(vllm: Any) -> str:

@@ -1,8 +1,8 @@
 """Placement of the KV pool: in memory that the holder keeps, or the pool of the epoch before.
 
 Owns the one buffer of this process. Nothing here ever zeroes a pool that was adopted, and none is adopted while a
-process of the engine that had it is left. Where placement fails, vLLM allocates as it always did and the sidecar is
-told nothing: sessions then have no KV to come back to.
+process of the engine that had it is left, nor by an engine whose own sessions cannot go on exactly. Where placement
+fails, vLLM allocates as it always did and the sidecar is told nothing: sessions then have no KV to come back to.
 """
 
 import hashlib
@@ -42,8 +42,12 @@ def placed() -> PlacedPool | None:
     return _placed
 
 
-def install() -> None:
-    """Hook the allocation of the CPU backend (0.32: one int8 buffer for all layers), in a worker and once."""
+def install(*, adopting: bool) -> None:
+    """Hook the allocation of the CPU backend (0.32: one int8 buffer for all layers), in a worker and once.
+
+    Without `adopting` the pool is one of its own, whatever was offered: an engine that may not be seen to keep off the
+    blocks of the old sessions must not run in their memory.
+    """
     global _installed
     if _installed:
         return
@@ -54,7 +58,7 @@ def install() -> None:
         def allocate_kv_cache(kv_cache_config: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
             if device.type != "cpu":
                 return original(kv_cache_config, device, *args, **kwargs)
-            return _allocate(utils, original, kv_cache_config, device, *args, **kwargs)
+            return _allocate(utils, original, adopting, kv_cache_config, device, *args, **kwargs)
 
         return allocate_kv_cache
 
@@ -62,7 +66,7 @@ def install() -> None:
     patch(gpu_model_runner, "allocate_kv_cache", ("kv_cache_config", "device", "layout"), make)
 
 
-def _allocate(module: Any, original: Any, config: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+def _allocate(module: Any, original: Any, adopting: bool, config: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
     """vLLM's own allocation, with its one large buffer laid into a held pool."""
     global _placed
     torch = module.torch
@@ -79,7 +83,7 @@ def _allocate(module: Any, original: Any, config: Any, device: Any, *args: Any, 
             large = len(size) == 1 and isinstance(size[0], int) and options.get("dtype") is torch.int8
             if large and _placed is None:
                 try:
-                    _placed = _place(size[0], shape)
+                    _placed = _place(size[0], shape, adopting=adopting)
                     return _placed.tensor
                 except Exception:
                     report("placement of the KV pool")
@@ -104,7 +108,7 @@ def _rank() -> int:
     return int(get_tensor_model_parallel_rank())
 
 
-def _place(size_bytes: int, shape: str) -> PlacedPool:
+def _place(size_bytes: int, shape: str, *, adopting: bool) -> PlacedPool:
     import torch
 
     settings = plugin_settings()
@@ -113,7 +117,7 @@ def _place(size_bytes: int, shape: str) -> PlacedPool:
     rank = _rank()
     name = settings.pool_name(rank)
     fd, adopted_from = None, None
-    if settings.adopt is not None:
+    if adopting and settings.adopt is not None:
         try:
             fd, adopted_from = _old_pool(size_bytes, shape, rank)
         except (PoolError, ArenaError) as error:

@@ -12,6 +12,7 @@ from ...session.ids import SessionId
 from ...session.records import LoadState
 from . import pool, ranks
 from .guard import guarded, report
+from .identity import may_adopt
 from .loads import Load
 from .settings import PluginSettings
 
@@ -23,7 +24,8 @@ class WorkerSide:
 
     def __init__(self, settings: PluginSettings, vllm_config: Any, kv_cache_config: Any) -> None:
         # vLLM makes the worker's connector before it allocates the pool.
-        guarded(default=None)(pool.install)()
+        adopting = guarded(default=False)(may_adopt)(vllm_config)
+        guarded(default=None)(pool.install)(adopting=adopting)
         guarded(default=None)(ranks.install)()
         self._settings = settings
         self._block_tokens = vllm_config.cache_config.block_size

@@ -116,6 +116,19 @@ def test_memory_that_still_holds_another_epochs_sessions_is_not_adopted(fleet: F
     assert second.adopt is None
 
 
+def test_memory_in_which_an_engine_ran_without_sessions_of_its_own_is_not_adopted(fleet: Fleet) -> None:
+    first = fleet.start(1)
+    fleet.workers.assign(S, first)
+    fleet.die()
+    second = fleet.begin(2)
+    assert second.adopt is first
+    # As an engine with an obstacle tells it, whose processes nobody who adopts the first one's pool would look for.
+    fleet.publish(second, adopted=True, pools=[], inexact=["spec_decode"])
+    fleet.workers.became(fleet.worker, WorkerState.READY)
+    fleet.die()
+    assert fleet.begin(3).adopt is None
+
+
 def test_an_engine_that_adopted_without_being_told_to_has_written_over_the_others(fleet: Fleet) -> None:
     first = fleet.start(1)
     fleet.workers.assign(S, first)
