@@ -148,14 +148,15 @@ def has_any_kv(account: Account, tiers: frozenset[Tier]) -> bool:
 
 def others_first(candidates: Sequence[Candidate], account: Account) -> list[Candidate]:
     """For a planned move: workers other than the session's own, if any of these could use its KV."""
-    others = [c for c in _matching(account, candidates) if (c.worker, c.epoch) != account.epoch]
+    others = [c for c in matching(account.key, candidates) if (c.worker, c.epoch) != account.epoch]
     return others or list(candidates)
 
 
-def _matching(account: Account, candidates: Sequence[Candidate]) -> list[Candidate]:
-    if account.key is None:
+def matching(key: CompatibilityKey | None, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The workers that could use KV of that key."""
+    if key is None:
         return []
-    return [c for c in candidates if c.key is not None and not account.key.difference(c.key)]
+    return [c for c in candidates if c.key is not None and not key.difference(c.key)]
 
 
 def _roomiest(candidates: Sequence[Candidate]) -> Candidate:
@@ -176,24 +177,24 @@ def _with_pool(
     candidates: Sequence[Candidate],
     tiers: frozenset[Tier],
 ) -> Plan | None:
-    matching = _matching(account, candidates)
-    if not account.held_kv or not matching:
+    fitting = matching(account.key, candidates)
+    if not account.held_kv or not fitting:
         return None
-    adopted = [c for c in matching if c.adopted == account.epoch]
+    adopted = [c for c in fitting if c.adopted == account.epoch]
     # A session whose blocks lie in a worker's own pool stays there: nothing is copied.
     if adopted and cut == outputs and Tier.IN_PLACE in tiers:
         return Plan(_roomiest(adopted), Tier.IN_PLACE, cut, outputs)
-    return Plan(_roomiest(matching), Tier.HELD, cut, outputs) if Tier.HELD in tiers else None
+    return Plan(_roomiest(fitting), Tier.HELD, cut, outputs) if Tier.HELD in tiers else None
 
 
 def _from_disk(
     account: Account, cut: tuple[int, ...], outputs: tuple[int, ...], candidates: Sequence[Candidate]
 ) -> Plan | None:
-    matching = _matching(account, candidates)
+    fitting = matching(account.key, candidates)
     covered = account.stored_kv_len - account.prompt_len + 1
-    if not matching or covered < 1:
+    if not fitting or covered < 1:
         return None
-    return Plan(_roomiest(matching), Tier.DISK, cut[:covered], outputs)
+    return Plan(_roomiest(fitting), Tier.DISK, cut[:covered], outputs)
 
 
 def _recompute(account: Account, outputs: tuple[int, ...], candidates: Sequence[Candidate], why: str) -> Plan | None:

@@ -22,7 +22,7 @@ from ..session.ids import SessionId
 from ..session.marker import Marker, Resume
 from ..session.records import LoadState, SlotState
 from ..session.tracker import SessionState, Tracker
-from .choice import KV_TIERS, Account, Plan, Tier, exactly, has_any_kv, known_outputs, others_first, plan
+from .choice import KV_TIERS, Account, Plan, Tier, exactly, has_any_kv, known_outputs, matching, others_first, plan
 from .kv_restores import KvRestores, Mover
 from .metrics import Metrics
 from .mover.protocol import Reason as MoverReason
@@ -87,7 +87,7 @@ class SidecarCoordinator:
         self._settling = Settling(workers, metrics, patience_s=2 * settings.load_timeout_s)
         self._records: dict[SessionId, Record] = {}
         self.past = PastSessions()
-        self.operators = Operators(self._records, self.past, self._kv, self._branched)
+        self.operators = Operators(self._records, self.past, self._kv, self._branched, self._fits)
         self._finishing: set[asyncio.Task[None]] = set()
         self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY_MAX)
         self._changed = asyncio.Event()
@@ -250,6 +250,10 @@ class SidecarCoordinator:
         return counted
 
     # ---- how a takeover goes
+
+    def _fits(self, record: Record, tier: Tier) -> bool:
+        """Whether a ready worker could go on with the KV that the session has in a tier, the present one included."""
+        return tier in self._settings.tiers and bool(matching(record.source.epoch.key, self._workers.candidates()))
 
     async def _branched(self, record: Record, outputs: tuple[int, ...]) -> Placement:
         """Take a session in that begins where another was."""

@@ -31,7 +31,10 @@ FORK = "fork"
 
 
 class Operators:
-    """`place`: takes a new record, and the outputs that its client is taken to have, to a worker."""
+    """`place`: takes a new record, and the outputs that its client is taken to have, to a worker.
+
+    `fits`: whether a worker that is ready could use a session's KV from a tier.
+    """
 
     def __init__(
         self,
@@ -39,11 +42,13 @@ class Operators:
         past: PastSessions,
         kv: KvRestores,
         place: Callable[[Record, tuple[int, ...]], Awaitable[Placement]],
+        fits: Callable[[Record, Tier], bool],
     ) -> None:
         self._records = records
         self._past = past
         self._kv = kv
         self._place = place
+        self._fits = fits
 
     async def move(self, session: SessionId, tier: Tier = Tier.HELD, at: int = 1) -> int:
         """Have a session go on on another worker, or on its own where there is no other. Raises Refused.
@@ -52,6 +57,11 @@ class Operators:
         JOURNAL: it is recomputed.
         """
         record = self._in_flight(session)
+        if tier is Tier.JOURNAL and record.demands_exact:
+            raise Refused(
+                NOT_EXACT, f"session {session} must go on exactly, and from its journal it would be computed again; "
+                "give --tier held or disk",
+            )  # fmt: skip
         if tier is Tier.DISK and not await self._kv.stored(record):
             raise Refused("no_snapshot", f"session {session}: nothing of it is stored; take a snapshot first")
         deadline = time.monotonic() + WAIT_S
@@ -66,6 +76,11 @@ class Operators:
             raise Refused("ended", f"session {session} has ended, so there is nothing to move")
         if record.interrupted.done() or not _goes_on(record):
             raise Refused("busy", f"session {session} is being taken up already; ask again when it goes on")
+        if (tier is Tier.DISK or record.demands_exact) and not self._fits(record, tier):
+            raise Refused(
+                NOT_EXACT, f"session {session}: no worker that is ready could use its KV from {tier.value}; "
+                "see `midstream status`, or move it with another --tier",
+            )  # fmt: skip
         record.wish = Wish(frozenset({tier}) & KV_TIERS)
         record.interrupted.set_result(Reason.MOVE)
         return count

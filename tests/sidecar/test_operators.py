@@ -20,7 +20,8 @@ from midstream.sidecar.choice import Tier
 from midstream.sidecar.control import SOCKET, Control, serving_control
 from midstream.sidecar.control_client import ControlClient
 from midstream.sidecar.mover.protocol import RestoreResult, StoredResult
-from support.coordinating import HASH, PROMPT_LEN, Rig, S, asked
+from midstream.sidecar.supervise import WorkerState
+from support.coordinating import HASH, KEY, PROMPT_LEN, Rig, S, asked
 
 
 @pytest.fixture
@@ -131,6 +132,33 @@ async def test_what_cannot_be_moved_is_refused_and_goes_on(rig: Rig) -> None:
     await rig.coordinator.operators.move(S)
     with pytest.raises(Refused, match="is being taken up already"):
         await rig.coordinator.operators.move(S)
+
+
+async def test_a_move_that_would_break_the_promise_of_exact_is_refused_and_the_session_goes_on(rig: Rig) -> None:
+    facts = SessionFacts(S, "/v1/completions", {}, stream=True, policy=Policy.EXACT)
+    placement = await running(rig, 1, 2, facts=facts)
+    with pytest.raises(Refused, match="give --tier held or disk") as refused:
+        await rig.coordinator.operators.move(S, Tier.JOURNAL)
+    assert refused.value.reason == "not_exact"
+    # Its own worker takes nothing new, and the other one cannot read its KV.
+    rig.start("w1", 2, key={**KEY, "dtype": "other"})
+    own = rig.workers.get(placement.worker)
+    rig.workers.became(own, WorkerState.DRAINING)
+    with pytest.raises(Refused, match="no worker that is ready could use its KV from held"):
+        await rig.coordinator.operators.move(S)
+    assert not placement.interrupted.done()
+    rig.workers.became(own, WorkerState.READY)
+    assert await rig.coordinator.operators.move(S) == 2
+
+
+async def test_a_snapshot_that_no_worker_could_read_interrupts_nobody(rig: Rig) -> None:
+    placement = await running(rig, 1, 2)
+    rig.mover.found = StoredResult(True, 1, PROMPT_LEN, HASH, PROMPT_LEN + 1, 2)
+    rig.start("w1", 2, key={**KEY, "dtype": "other"})
+    rig.workers.became(rig.workers.get(placement.worker), WorkerState.DRAINING)
+    with pytest.raises(Refused, match="could use its KV from disk"):
+        await rig.coordinator.operators.move(S, Tier.DISK)
+    assert not placement.interrupted.done()
 
 
 async def test_a_session_that_ends_while_the_store_is_asked_was_not_moved(
