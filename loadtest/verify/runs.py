@@ -149,8 +149,11 @@ class Runner:
     async def with_order(self, prompt: Prompt, when: int, order: Callable[[SessionId], Awaitable[int]]) -> Run:
         """The answer, of which `order` is called (beside it) as soon as the client has `when` tokens, or the first."""
         trigger = _Trigger(max(when, 1), order)
-        answer = await self.answer(prompt, trigger.look)
-        journal, refusal = await trigger.result()
+        try:
+            answer = await self.answer(prompt, trigger.look)
+            journal, refusal = await trigger.result()
+        finally:
+            await trigger.close()
         run = await self._run(answer, journal, had=trigger.had, detail=str(refusal or ""))
         if refusal is not None and refusal.reason not in _LATE and not run.outcome:
             return replace(run, outcome="refused")
@@ -266,3 +269,9 @@ class _Trigger:
             return 0, error
         except TimeoutError:
             return 0, Refused("ended", f"the sidecar had not answered {REPORT_S:g} s after the answer's end")
+
+    async def close(self) -> None:
+        """Nothing is left running, nor unheard, where the answer itself came to nothing."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)

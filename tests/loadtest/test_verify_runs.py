@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from midstream.loadtest.client import Answer
 from midstream.loadtest.harness import SidecarProcess
 from midstream.loadtest.verify import runs
 from midstream.loadtest.verify.cuts import Way
@@ -166,6 +167,30 @@ async def test_a_sidecar_that_is_gone_is_not_taken_for_a_broken_answer() -> None
         script.url, script.gone = "http://127.0.0.1:1", True
         with pytest.raises(EngineError, match="has ended"):
             await runner.undisturbed(PROMPT)
+
+
+async def test_an_order_ends_with_the_answer_that_it_was_given_for() -> None:
+    script = Script()
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def order(_: SessionId) -> int:
+        begun.set()
+        try:
+            return await asyncio.sleep(600, 0)
+        finally:
+            ended.set()
+
+    async with running(script) as runner:
+
+        async def gone(prompt: Prompt, on_tokens: Any = None, *, policy: str | None = None) -> Answer:
+            on_tokens(Answer(session=SESSION, token_ids=[1]))
+            await begun.wait()
+            raise EngineError("the sidecar has ended")
+
+        runner.answer = gone  # type: ignore[method-assign]
+        with pytest.raises(EngineError, match="has ended"):
+            await runner.with_order(PROMPT, 1, order)
+        assert ended.is_set()
 
 
 async def test_each_run_has_a_salt_of_its_own_unless_the_cache_is_to_be_shared() -> None:
