@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...session.errors import ConfigError
+from ..redaction import without_secrets
 from . import figures
 from .page import page
 from .passes import Passed
@@ -46,7 +47,7 @@ def summary_of(options: Options, model: str, passed: Sequence[Passed], *, is_com
         "midstream": metadata.version("midstream"),
         "host": _host(),
         "model": model,
-        "command": list(options.command) or [options.url],
+        "command": without_secrets(options.command or (options.url,)),
         "settings": _settings(options),
         "strategies": strategies,
         "comparison": figures.comparison(strategies),

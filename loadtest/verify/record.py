@@ -17,6 +17,7 @@ from typing import Any
 
 from ...session.errors import ConfigError
 from ...session.key import CompatibilityKey
+from ..redaction import without_secrets
 from .judge import Verdict
 from .verification import Case, Controlled, Findings, Options, advice
 
@@ -109,7 +110,11 @@ def record(findings: Findings, options: Options, identity: Identity, seconds: fl
         "stopped": findings.stopped,
         "advice": list(advice(findings)),
         "seconds": round(seconds, 1),
-        "identity": {**asdict(identity), "versions": asdict(versions(identity.key))},
+        "identity": {
+            **asdict(identity),
+            "command": without_secrets(identity.command),
+            "versions": asdict(versions(identity.key)),
+        },
         "settings": {
             "prompts": len(options.prompts),
             "cuts": options.cuts,

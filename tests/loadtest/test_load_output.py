@@ -26,6 +26,7 @@ from midstream.session.errors import ConfigError
 from midstream.sidecar.cli_loadtest import is_good
 
 EVIL = '<script>alert("x")</script>'
+SECRET = "sk-very-secret"
 WANTED = list(range(40))
 
 
@@ -52,7 +53,10 @@ def passed(name: str, gap_s: float, *, tokens: list[int] | None = None) -> Passe
 def options() -> Options:
     length = parse_lengths("40", "-")
     return Options(
-        command=("engine", EVIL), shape=Shape(length, length), strategies=(Strategy.KV,), plan=draw_kills(1, 1.0, 1)
+        command=("engine", EVIL, "--api-key", SECRET),
+        shape=Shape(length, length),
+        strategies=(Strategy.KV,),
+        plan=draw_kills(1, 1.0, 1),
     )
 
 
@@ -120,6 +124,12 @@ def test_the_page_needs_nothing_else_and_runs_nothing(written: Path) -> None:
     assert page.loads == []
     assert page.tags.count("svg") >= 6
     assert page.tags.count("circle") > 8
+
+
+def test_no_file_gives_a_secret_of_the_command_away(written: Path) -> None:
+    for path in written.iterdir():
+        assert SECRET.encode() not in path.read_bytes(), path.name
+    assert json.loads((written / "summary.json").read_text())["command"][-2:] == ["--api-key", "***"]
 
 
 def test_a_folder_that_holds_a_run_is_not_mixed_with_another(written: Path, tmp_path: Path) -> None:

@@ -121,6 +121,13 @@ def test_a_record_names_what_was_verified_and_gives_no_prompt_away() -> None:
     assert all(name in text for name in ("smollm2", "2026-11-29", "0.1.0", '"seed": 1'))
 
 
+def test_neither_record_nor_page_gives_a_secret_of_the_command_away() -> None:
+    identity = replace(IDENTITY, command=("vllm", "serve", "m", "--hf-token", "hf_secret", "--api-key=sk-secret"))
+    told = record.record(findings(case()), Options((PROMPT,)), identity, 12.5)
+    assert told["identity"]["command"] == ["vllm", "serve", "m", "--hf-token", "***", "--api-key=***"]
+    assert "secret" not in page(told).replace("secret words", "")
+
+
 def test_recovery_times_are_told_by_way() -> None:
     assert PASSED["recovery_ms"]["kill"] == {"count": 1, "p50": 120.0, "p90": 120.0, "p99": 120.0, "max": 120.0}
     assert set(PASSED["recovery_ms"]) == {"kill", "move", "disk"}
