@@ -213,10 +213,14 @@ def _adoptable(worker: Worker) -> Epoch | None:
 
 def _candidate(epoch: Epoch) -> Candidate:
     adopted = epoch.adopt.id if epoch.adopt is not None and epoch.facts.get("adopted") else None
+    key = epoch.key
+    if key is not None and not epoch.pools:
+        # There is nowhere to bring KV to, so its layout is equal to no other; who may continue a text needs the rest.
+        key = CompatibilityKey({**key.fields, "kv_layout": f"no pool of {epoch.worker}/{epoch.number}"})
     return Candidate(
         epoch.worker,
         epoch.number,
-        epoch.key,
+        key,
         len(epoch.sessions),
         int(epoch.facts.get("max_sessions") or SESSIONS_MAX_UNKNOWN),
         adopted,

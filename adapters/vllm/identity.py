@@ -28,7 +28,8 @@ def facts_of(settings: PluginSettings, vllm_config: Any, kv_cache_config: Any) -
     inexact = _inexact(vllm_config, kv_cache_config)
     if inexact:
         log.warning("midstream: no KV of this engine is kept for its sessions, because of %s", ", ".join(inexact))
-        pools = []
+        # Nothing is carried to it or from it, so its key must not be that of an engine with a pool.
+        pools, fingerprint = [], ""
     facts = {
         "v": 1,
         "engine": "vllm",

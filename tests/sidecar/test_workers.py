@@ -8,7 +8,8 @@ from midstream.session.arena import create_arena
 from midstream.session.arena_writer import ArenaWriter
 from midstream.session.errors import PoolError
 from midstream.session.ids import SessionId
-from midstream.session.key import REQUIRED
+from midstream.session.key import REQUIRED, CompatibilityKey
+from midstream.sidecar.choice import Account, Tier, plan
 from midstream.sidecar.supervise import WorkerState
 from midstream.sidecar.workers import Epoch, Workers
 
@@ -174,6 +175,22 @@ def test_facts_that_cannot_be_read_are_no_candidate_for_kv(fleet: Fleet) -> None
     fleet.workers.became(fleet.worker, WorkerState.READY)
     (candidate,) = fleet.workers.candidates()
     assert (candidate.key, candidate.adopted) == (None, None)
+
+
+@pytest.mark.parametrize("layout", ["f" * 32, "unplaced"])
+def test_no_kv_is_taken_to_an_engine_without_pools(fleet: Fleet, layout: str) -> None:
+    # Whatever it says of its layout, and be it what the old owner said of its own.
+    key = {**KEY, "kv_layout": layout}
+    epoch = fleet.begin(1)
+    fleet.publish(epoch, key=key, pools=[])
+    fleet.workers.became(fleet.worker, WorkerState.READY)
+    known = Account(
+        journal=(1, 2, 3), delivered=(1, 2), prompt_len=5, finish="", output_max=None, wants_logprobs=False,
+        streamed=True, held_kv=True, stored_kv_len=6, epoch=("other", 1), key=CompatibilityKey(dict(key)),
+    )  # fmt: skip
+    chosen = plan(known, fleet.workers.candidates())
+    assert chosen is not None
+    assert (chosen.tier, chosen.detail) == (Tier.JOURNAL, "keys differ in kv_layout")
 
 
 def test_an_arena_that_is_gone_is_no_error(fleet: Fleet) -> None:

@@ -57,6 +57,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 def test_an_engine_without_obstacles_offers_its_pools(engine: Engine) -> None:
     facts, adopted = engine([], {"w0/2/0": "w0/1/0"})
     assert (facts["pools"], facts["adopted"], facts["inexact"], adopted) == (["w0/2/0"], True, [], True)
+    assert facts["key"]["kv_layout"] == "f" * 32
     facts, adopted = engine([], {"w0/2/0": None})
     assert (facts["pools"], facts["adopted"], adopted) == (["w0/2/0"], False, False)
 
@@ -64,8 +65,8 @@ def test_an_engine_without_obstacles_offers_its_pools(engine: Engine) -> None:
 def test_an_engine_with_one_says_which_and_offers_none(engine: Engine) -> None:
     facts, _ = engine(["spec_decode"], {"w0/2/0": None})
     assert (facts["pools"], facts["adopted"], facts["inexact"]) == ([], False, ["spec_decode"])
-    # Its text can still be continued elsewhere, so who it is stays known.
-    assert facts["key"]["model"] == "m"
+    # Its text can still be continued elsewhere, so who it is stays known; no KV can.
+    assert facts["key"] == {"model": "m", "kv_layout": "unplaced"}
 
 
 def test_an_engine_with_an_obstacle_that_runs_in_the_old_pool_says_so_and_keeps_its_blocks(engine: Engine) -> None:
