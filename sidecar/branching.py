@@ -11,7 +11,7 @@ from ..proxy.coordinator import SessionFacts
 from ..proxy.eligible import why_not_resumable
 from ..session.errors import Refused
 from ..session.ids import SessionId
-from .session_record import wants_logprobs
+from .session_record import output_limit, wants_logprobs
 
 # Whatever the prompt is made of: another one has other KV. And what a branch decides by itself.
 FIXED = frozenset(
@@ -40,3 +40,25 @@ def branch_of(parent: SessionFacts, session: SessionId, changes: Mapping[str, An
     # The parent's own seed, or the one that was drawn for it, unless the branch is to have another.
     seed = None if "seed" in changes else parent.seed
     return SessionFacts(session, parent.path, body, stream=True, policy=parent.policy, parent=parent.session, seed=seed)
+
+
+def require_beginning(branch: SessionFacts, at: int, count: int, finish: str) -> None:
+    """Refused unless a branch may go on after `at` of the `count` outputs that its parent ended with `finish`."""
+    if not 1 <= at <= count:
+        there = f"give --at 1 to {count}" if count else "ask again when it has some"
+        raise Refused("bad_request", f"session {branch.parent} has {count} outputs, so none at {at}; {there}")
+    if at == count and finish == "stop":
+        there = f"give --at 1 to {count - 1}" if count > 1 else "nothing of it can be gone back to"
+        raise Refused("bad_request", f"session {branch.parent} has come to its end with output {count}; {there}")
+    limit = output_limit(branch.body)
+    if limit is not None and limit[1] <= at:
+        raise Refused(
+            "bad_request",
+            f"{limit[0]} of {limit[1]} leaves nothing to write after {at} outputs; add --set {limit[0]}=N, N larger",
+        )
+    if limit is None and at == count and finish == "length":
+        raise Refused(
+            "bad_request",
+            f"session {branch.parent} was cut off at {count} outputs by a limit of the engine's; "
+            "add --set max_tokens=N with a larger N, or give a smaller --at",
+        )

@@ -213,7 +213,8 @@ class SidecarCoordinator:
             record.tracker = record.tracker.ended(SessionState(ending))
         if self._kv.stores and not record.facts.exact_obstacle:
             self._settle_source(record)
-            self.past.add(Past(facts, record.known, record.owner.epoch.worker, record.owner.epoch.key))
+            epoch = record.owner.epoch
+            self.past.add(Past(facts, record.known, epoch.worker, epoch.key, finish_of(record)))
         for epoch in {id(p.epoch): p.epoch for p in (record.owner, record.source)}.values():
             self._workers.unassign(facts.session, epoch)
         self._history.append(told(record))

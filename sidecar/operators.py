@@ -14,7 +14,7 @@ from ..proxy.sessions import new_session_id
 from ..session.errors import Refused
 from ..session.ids import SessionId
 from ..session.tracker import SessionState, Tracker
-from .branching import branch_of
+from .branching import branch_of, require_beginning
 from .choice import KV_TIERS, Tier
 from .kv_restores import KvRestores
 from .mover.protocol import StoredResult
@@ -94,19 +94,17 @@ class Operators:
 
         Their KV comes from where the parent runs, or from its snapshot; without either they are computed again.
         """
-        facts, outputs, place = await self._point(parent)
-        if not 1 <= at <= len(outputs):
-            there = f"give --at 1 to {len(outputs)}" if outputs else "ask again when it has some"
-            raise Refused("bad_request", f"session {parent} has {len(outputs)} outputs, so none at {at}; {there}")
+        facts, outputs, finish, place = await self._point(parent)
         branch = branch_of(facts, new_session_id(), changes)
+        require_beginning(branch, at, len(outputs), finish)
         tracker = Tracker(branch.session).placed(place.epoch.worker, place.epoch.number).interrupted(FORK)
         interrupted: asyncio.Future[Reason] = asyncio.get_running_loop().create_future()
         record = Record(branch, tracker, place, place, interrupted, time.monotonic())
         record.known = outputs[:at]
         return branch, await self._place(record, record.known)
 
-    async def _point(self, session: SessionId) -> tuple[SessionFacts, tuple[int, ...], Place]:
-        """A session that can be gone back to: its request, its outputs, and where its KV is."""
+    async def _point(self, session: SessionId) -> tuple[SessionFacts, tuple[int, ...], str, Place]:
+        """A session that can be gone back to: its request, its outputs, how these ended, and where its KV is."""
         if session in self._records:
             record = self._in_flight(session)
             deadline = time.monotonic() + BUSY_WAIT_S
@@ -115,7 +113,10 @@ class Operators:
                     raise Refused("busy", f"session {session} is being taken up; ask again when it goes on")
                 await asyncio.sleep(LOOK_EVERY_S)
         if session in self._records:
-            return record.facts, _journal(record), record.owner
+            outputs, slot = _journal(record), record.owner.slot()
+            # Its engine writes on meanwhile: an ending is that of these outputs only if there are no more.
+            ended = slot is not None and record.owner.journal(slot) == outputs
+            return record.facts, outputs, slot.finish if slot is not None and ended else "", record.owner
         past = self._past.get(session)
         if past is None:
             raise Refused(
@@ -124,7 +125,7 @@ class Operators:
                 "`midstream sessions` lists them, and --store-dir has them stored",
             )
         # An epoch that is no more: nothing is there, but its key says which KV in the store is the session's.
-        return past.facts, past.outputs, Place(session, Epoch(past.worker, 0, None, key=past.key), 0)
+        return past.facts, past.outputs, past.finish, Place(session, Epoch(past.worker, 0, None, key=past.key), 0)
 
     def _in_flight(self, session: SessionId) -> Record:
         record = self._records.get(session)

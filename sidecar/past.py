@@ -19,12 +19,13 @@ _TOKEN_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """One ended session: its request, its outputs, and the worker that wrote them."""
+    """One ended session: its request, its outputs, the worker that wrote them, and how its engine ended them, if so."""
 
     facts: SessionFacts
     outputs: tuple[int, ...]
     worker: str
     key: CompatibilityKey | None
+    finish: str = ""
 
 
 class PastSessions:

@@ -77,13 +77,19 @@ class Record:
         return self.facts.policy is Policy.EXACT
 
 
-def output_max(body: dict[str, Any]) -> int | None:
-    """How many output tokens a request allows at most, if it says so."""
+def output_limit(body: dict[str, Any]) -> tuple[str, int] | None:
+    """The field by which a request limits its output tokens, and how many it allows."""
     for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
         value = body.get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
+            return name, value
     return None
+
+
+def output_max(body: dict[str, Any]) -> int | None:
+    """How many output tokens a request allows at most, if it says so."""
+    limit = output_limit(body)
+    return None if limit is None else limit[1]
 
 
 def wants_logprobs(body: dict[str, Any]) -> bool:
@@ -120,9 +126,12 @@ def has_kv(record: Record, slot: Slot | None) -> bool:
 
 
 def finish_of(record: Record) -> str:
-    """How the engine ended the very outputs that are known, if it did: the end of another story is none."""
+    """How the engine ended the very outputs that are known, if it did: the end of another story is none.
+
+    Nor is that of the session which a branch goes back to: the branch has limits of its own.
+    """
     for place in (record.owner, record.source):
-        slot = place.slot()
+        slot = place.slot() if place.session == record.facts.session else None
         if slot is not None and slot.finish and place.journal(slot) == record.known:
             return slot.finish
     return ""

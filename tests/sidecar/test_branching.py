@@ -7,7 +7,7 @@ import pytest
 from midstream.proxy.coordinator import SessionFacts
 from midstream.session.errors import Refused
 from midstream.session.ids import SessionId
-from midstream.sidecar.branching import branch_of
+from midstream.sidecar.branching import branch_of, require_beginning
 from midstream.sidecar.past import BYTES_MAX, SESSIONS_MAX, Past, PastSessions
 
 PARENT = SessionId("5" * 32)
@@ -50,6 +50,30 @@ def test_what_cannot_be_is_named(changes: dict[str, Any], told: str) -> None:
 def test_a_request_that_wants_no_logprobs_can_branch() -> None:
     assert branch_of(parent(logprobs=False), CHILD, {}).body["logprobs"] is False
     assert "logprobs" not in branch_of(parent(logprobs=3), CHILD, {"logprobs": None}).body
+
+
+@pytest.mark.parametrize(
+    ("body", "at", "finish", "told"),
+    [
+        ({}, 0, "", "give --at 1 to 8"),
+        ({}, 9, "", "give --at 1 to 8"),
+        ({}, 8, "stop", "its end with output 8; give --at 1 to 7"),
+        ({"max_tokens": 5}, 6, "", "max_tokens of 5 leaves nothing to write after 6 outputs"),
+        ({"max_tokens": 5}, 5, "", "max_tokens of 5 leaves nothing to write after 5 outputs"),
+        ({"max_completion_tokens": 3}, 6, "", "max_completion_tokens of 3"),
+        ({"max_tokens": None}, 8, "length", "add --set max_tokens=N"),
+    ],
+)
+def test_a_branch_that_could_write_nothing_is_refused(body: dict[str, Any], at: int, finish: str, told: str) -> None:
+    with pytest.raises(Refused, match=told):
+        require_beginning(branch_of(parent(), CHILD, body), at, 8, finish)
+
+
+@pytest.mark.parametrize(
+    ("body", "at", "finish"), [({}, 8, ""), ({}, 7, "stop"), ({}, 8, "length"), ({"max_tokens": None}, 7, "length")]
+)
+def test_a_branch_that_has_something_to_write_may_begin(body: dict[str, Any], at: int, finish: str) -> None:
+    require_beginning(branch_of(parent(), CHILD, body), at, 8, finish)
 
 
 def test_the_oldest_sessions_are_forgotten() -> None:

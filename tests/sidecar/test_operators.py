@@ -196,12 +196,43 @@ async def test_a_branch_goes_on_from_the_live_kv_of_its_parent_with_its_seed(rig
 async def test_a_branch_of_an_ended_session_goes_on_from_its_snapshot(rig: Rig) -> None:
     placement = await running(rig, 1, 2, 3)
     rig.mover.found = StoredResult(True, 1, PROMPT_LEN, HASH, PROMPT_LEN + 2, 3)
-    rig.engines[placement.worker].finish("stop")
+    rig.engines[placement.worker].finish("length")
     rig.coordinator.ended(asked(), "finished")
     facts, branch = await rig.coordinator.operators.fork(S, 3, {"max_tokens": 50})
     assert branch.marker.resume is not None
     assert (branch.marker.resume.outputs, branch.marker.resume.kv) == ((1, 2, 3), KvSource.DISK)
     rig.coordinator.ended(facts, "finished")
+
+
+@pytest.mark.parametrize("over", [False, True])
+async def test_nothing_goes_on_behind_the_end_of_a_text(rig: Rig, over: bool) -> None:
+    placement = await running(rig, 1, 2, 3)
+    rig.engines[placement.worker].finish("stop")
+    rig.mover.found = StoredResult(True, 1, PROMPT_LEN, HASH, PROMPT_LEN + 2, 3)
+    if over:
+        rig.coordinator.ended(asked(), "finished")
+    with pytest.raises(Refused, match="its end with output 3; give --at 1 to 2"):
+        await rig.coordinator.operators.fork(S, 3, {"max_tokens": 50})
+    facts, branch = await rig.coordinator.operators.fork(S, 2, {"max_tokens": 50})
+    assert branch.marker.resume is not None
+    assert (branch.marker.resume.outputs, branch.finish) == ((1, 2), None)
+    rig.coordinator.ended(facts, "finished")
+
+
+@pytest.mark.parametrize("over", [False, True])
+async def test_a_branch_goes_on_where_its_parent_was_cut_off_by_its_limit(rig: Rig, over: bool) -> None:
+    facts = asked(max_tokens=3)
+    placement = await running(rig, 1, 2, 3, facts=facts)
+    rig.engines[placement.worker].finish("length")
+    rig.mover.found = StoredResult(True, 1, PROMPT_LEN, HASH, PROMPT_LEN + 2, 3)
+    if over:
+        rig.coordinator.ended(facts, "finished")
+    with pytest.raises(Refused, match="max_tokens of 3 leaves nothing to write after 3"):
+        await rig.coordinator.operators.fork(S, 3, {})
+    branch, placed = await rig.coordinator.operators.fork(S, 3, {"max_tokens": 50})
+    assert placed.marker.resume is not None
+    assert (placed.marker.resume.outputs, placed.marker.resume.finish, placed.finish) == ((1, 2, 3), "", None)
+    rig.coordinator.ended(branch, "finished")
 
 
 @pytest.mark.parametrize("at", [0, 4])
