@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from ..session.errors import EngineError
 from .choices_report import Report
 from .dialects import openai, openai_edit
 from .dialects.openai_edit import Identity
@@ -35,6 +36,7 @@ class MergedStream:
         self._prompts = tuple(prompts)
         self._sessions = tuple(sessions)
         self._answer = answer
+        self._event_bytes_max = event_bytes_max
         self._parsers = [SseParser(event_bytes_max) for _ in prompts]
         self._identity: Identity | None = None
         self._reports: dict[int, Report] = {}
@@ -50,9 +52,15 @@ class MergedStream:
         return self.failed is None and not self._over and len(self._done) == len(self._prompts)
 
     def take(self, index: int, data: bytes) -> bytes:
-        """What goes out of some bytes of a choice's stream."""
+        """What goes out of some bytes of a choice's stream. Raises EngineError for an event past the bound."""
         out: list[bytes] = []
-        for event in self._parsers[index].feed(data):
+        try:
+            events = self._parsers[index].feed(data)
+        except EngineError:
+            # What the choice says next is its error, and must not become a part of that event.
+            self._parsers[index] = SseParser(self._event_bytes_max)
+            raise
+        for event in events:
             if self.failed in (None, index) and not self._over:
                 self._take(index, event, out)
         return b"".join(out)

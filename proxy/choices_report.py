@@ -14,7 +14,11 @@ from .coordinator import Outcome
 UNDISTURBED = "undisturbed"
 # Best first: the worst of several is the last of these.
 _BY_EXACTNESS = (UNDISTURBED, Outcome.EXACT, Outcome.RECOMPUTED, Outcome.RESTARTED, Outcome.REFUSED)
-_COMMENT = re.compile(rb"\A: midstream outcome=(\w+)(?: takeovers=(\d+) gap_ms=([\d.]+))?\s*\Z")
+# An engine may write comments, too: what is no report of a handler's must not be read as one.
+_COMMENT = re.compile(
+    rb"\A: midstream outcome=(%s)(?: takeovers=(\d{1,9}) gap_ms=(\d{1,12}\.\d))?\s*\Z"
+    % "|".join(_BY_EXACTNESS).encode()
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from ..session.errors import EngineError
 from .dialects import openai
 from .dialects.hiding import Hiding, hide_ids
 from .sse import Event, SseParser, encode_event
@@ -29,8 +30,11 @@ _OF_THE_OUTPUT = frozenset(
 _OFFSETS = re.compile(rb'((?<!\\)"text_offset"\s*:\s*\[)([\d,\s]*)\]')
 
 
-class NoPromptPart(Exception):
-    """An answer that should have told of its prompt, and does not; the text says what is missing."""
+class NoPromptPart(EngineError):
+    """An answer that should have told of its prompt, or have had room for it; the text says what is missing."""
+
+
+_NOT_UNDERSTOOD = (msgspec.DecodeError, ValueError, LookupError)
 
 
 def is_asked_for(body: Body, *, chat: bool) -> bool:
@@ -97,7 +101,7 @@ class PromptPart:
                 bytes(choice.prompt_logprobs),
                 _text_len(choice.logprobs),
             )
-        except (msgspec.DecodeError, UnicodeDecodeError, ValueError, KeyError) as error:
+        except _NOT_UNDERSTOOD as error:
             raise NoPromptPart(f"the engine's answer about the prompt alone is not understood: {error!r}") from error
 
     def whole(self, raw: bytes, *, chat: bool) -> bytes:
@@ -109,7 +113,7 @@ class PromptPart:
             [choice] = msgspec.json.decode(body["choices"], type=list[Raws])
             edited = self._with_prompt_logprobs(self._grafted(choice))
             return msgspec.json.encode({**body, "choices": [edited]})
-        except (msgspec.DecodeError, UnicodeDecodeError, ValueError, KeyError) as error:
+        except _NOT_UNDERSTOOD as error:
             raise NoPromptPart(f"the engine's answer has no room for its prompt: {error!r}") from error
 
     def first_chunk(self, data: bytes, hiding: Hiding | None) -> bytes:
@@ -166,12 +170,24 @@ class StreamGraft:
     def __init__(self, part: PromptPart, hiding: Hiding | None, event_bytes_max: int) -> None:
         self._part = part
         self._hiding = hiding
+        self._event_bytes_max = event_bytes_max
         self._parser = SseParser(event_bytes_max)
         self._begun = False
 
     def take(self, data: bytes) -> bytes:
-        """What goes out of some bytes of the stream."""
-        return b"".join(map(self._edited, self._parser.feed(data)))
+        """What goes out of some bytes of the stream.
+
+        Raises NoPromptPart where there is no room for the prompt's, and EngineError for an event past the bound; the
+        error that tells a client of it can be taken after that.
+        """
+        try:
+            return b"".join(map(self._edited, self._parser.feed(data)))
+        except EngineError:
+            self._parser = SseParser(self._event_bytes_max)
+            raise
+        except _NOT_UNDERSTOOD as error:
+            self._parser = SseParser(self._event_bytes_max)
+            raise NoPromptPart(f"the engine's stream has no room for its prompt: {error!r}") from error
 
     def _edited(self, event: Event) -> bytes:
         data = event.data
@@ -180,8 +196,9 @@ class StreamGraft:
         if self._begun:
             raw = self._part.shifted(event.raw)
             return raw if self._hiding is None else hide_ids(raw, self._hiding)
+        first = encode_event(self._part.first_chunk(data, self._hiding))
         self._begun = True
-        return encode_event(self._part.first_chunk(data, self._hiding))
+        return first
 
 
 def _text_len(logprobs: Raws | None) -> int:

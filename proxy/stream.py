@@ -58,6 +58,9 @@ class StreamHandler:
                 problem = await self._go_through_workers(placement)
             except Refused as error:
                 problem = problems.refused(error)
+            except EngineError as error:
+                # An answer that cannot be put into the client's stream; nor could that of another engine be.
+                problem = problems.upstream_lost(str(error))
             if problem is None:
                 ending = "finished"
                 return await self._close()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from midstream.proxy.choices_merge import MergedStream, NotMergeable, merged_bodies, merged_usage
 from midstream.proxy.choices_report import Report
 from midstream.proxy.sse import SseParser
+from midstream.session.errors import EngineError
 from support.answers import Answer, Voice, undisturbed
 
 SESSIONS = ("a" * 32, "b" * 32, "c" * 32)
@@ -140,8 +141,32 @@ def test_reports_of_choices_become_one() -> None:
 def test_the_report_of_a_refusal_has_no_numbers() -> None:
     report = Report.of_comment(b": midstream outcome=refused\n\n")
     assert str(report) == "midstream outcome=refused"
-    assert Report.of_comment(b": midstream outcome=exact takeovers=x gap_ms=1\n\n") is None
     assert Report.of_all(()) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"outcome=exact takeovers=x gap_ms=1.0",
+        b"outcome=exact takeovers=1 gap_ms=1.2.3",
+        b"outcome=exact takeovers=%s gap_ms=1.0" % (b"9" * 5000),
+        b"outcome=perfect takeovers=1 gap_ms=1.0",
+    ],
+)
+def test_a_comment_that_is_no_report_goes_out_as_it_is(text: bytes) -> None:
+    merged = merger((0, 0))
+    comment = b": midstream " + text + b"\n\n"
+    assert merged.take(0, comment) == comment
+    assert merged.report() is None
+
+
+def test_after_an_event_past_the_bound_its_error_goes_out_whole() -> None:
+    merged = MergedStream((0, 0), SESSIONS[:2], ANSWER, 100)
+    with pytest.raises(EngineError, match="more than 100 bytes"):
+        merged.take(1, b"data: " + b"x" * 200)
+    error = b'data: {"error":{"message":"too large","code":502}}\n\n'
+    assert merged.take(1, error) == error
+    assert merged.failed == 1
 
 
 def test_whole_answers_become_one_with_their_choices_in_order() -> None:

@@ -1,6 +1,7 @@
 """Echo and prompt logprobs through the proxy: asked for by themselves, and part of an answer that survives."""
 
 import asyncio
+import dataclasses
 import json
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from midstream.session.errors import Refused
-from support.answers import Answer
+from support.answers import Answer, Voice
 from support.proxying import Client, Got, proxied
 from support.scripted import Script, ScriptedCoordinator, ScriptedEngine
 
@@ -55,7 +56,7 @@ def ask(client: Client, **fields: Any) -> Any:
 def texts(got: Got, stream: bool) -> list[str]:
     told: dict[int, str] = {}
     for chunk in got.chunks if stream else [got.json]:
-        for choice in chunk["choices"]:
+        for choice in chunk.get("choices", ()):
             told[choice["index"]] = told.get(choice["index"], "") + choice["text"]
     return [told[index] for index in sorted(told)]
 
@@ -129,6 +130,41 @@ async def test_an_answer_that_tells_nothing_is_a_clear_error() -> None:
         got = await ask(client)
     assert got.status == 502
     assert "about the prompt" in got.json["error"]["message"]
+
+
+@pytest.mark.parametrize(("n", "at"), [(1, 0), (1, 3), (2, 0), (2, 3)])
+async def test_a_stream_that_has_no_room_for_its_prompt_ends_in_one_error(n: int, at: int) -> None:
+    told = {"text_offset": [0], "token_logprobs": [None], "tokens": ["<x>"], "top_logprobs": [None]}
+    # The first chunk's is no list at all; a later one's is a number that nobody can add to.
+    broken = b'"logprobs":{"text_offset":%s}' % (b'"x"' if at == 0 else b"[" + b"9" * 5000 + b"]")
+
+    class Roomless(Echoing):
+        def _told(self, body: dict[str, Any]) -> dict[str, Any]:
+            answer = super()._told(body)
+            answer["choices"][0]["logprobs"] = told
+            return answer
+
+        def _voice(self, request: web.Request, body: dict[str, Any]) -> Voice:
+            voice = super()._voice(request, body)
+            fields = {field.name: getattr(voice, field.name) for field in dataclasses.fields(voice)}
+            return Odd(**fields)
+
+    class Odd(Voice):
+        def tokens(self, start: int, end: int, *, first: bool, finish: str | None = None) -> bytes:
+            raw = super().tokens(start, end, first=first, finish=finish)
+            return raw.replace(b'"logprobs":null', broken) if start == at else raw
+
+    coordinator = ScriptedCoordinator(Roomless(Script(gap_s=0.01)), Roomless(name="b"))
+    async with proxied(coordinator) as client:
+        got = await ask(client, stream=True, n=n)
+    assert got.status == 200
+    assert [chunk["error"]["code"] for chunk in got.chunks if "error" in chunk] == ["worker_lost"]
+    assert "no room for its prompt" in got.chunks[-1]["error"]["message"]
+    assert b"[DONE]" not in got.raw
+    assert all(text in ("<x>" + ANSWER.text()) for text in texts(got, True) if at)
+    assert coordinator.of("take_over") == [], "another engine's would have none either"
+    endings = sorted(call[1] for call in coordinator.of("ended"))
+    assert endings == sorted(["finished", "failed", *["cancelled"] * (n - 1)])
 
 
 async def test_a_client_that_leaves_while_its_prompt_is_asked_about_gives_all_up() -> None:

@@ -11,6 +11,7 @@ from midstream.proxy.dialects.hiding import Hiding
 from midstream.proxy.eligible import why_not_resumable
 from midstream.proxy.prompt_part import NoPromptPart, PromptPart, StreamGraft, is_asked_for, question, rest
 from midstream.proxy.sse import BUFFER_BYTES_MAX
+from midstream.session.errors import EngineError
 
 TOKENS = ["Once", " up", "on", " é"]
 OUTPUT = [" a", " 🎉", " time"]
@@ -153,6 +154,27 @@ def test_a_stream_begins_with_the_prompt_however_its_bytes_are_split(
         assert all(choice["logprobs"] is None for choice in choices)
 
 
+def test_a_stream_that_has_no_room_for_its_prompt_is_named_and_its_error_goes_out_whole() -> None:
+    part = PromptPart.of(encoded(whole("".join(TOKENS), logprobs(TOKENS, first=None))), echo=True, chat=False)
+    graft = StreamGraft(part, Hiding.NULL, 1000)
+    error = b'data: {"error":{"message":"no room","code":502}}\n\n'
+    for _ in range(2):
+        with pytest.raises(NoPromptPart, match="no room for its prompt"):
+            graft.take(chunk(" a", {"tokens": 1, "text_offset": 2}))
+        assert graft.take(error) == error
+    with pytest.raises(EngineError, match="more than 1000 bytes"):
+        graft.take(b"data: " + b"x" * 2000)
+    assert graft.take(error) == error
+
+
+def test_offsets_that_are_none_are_named() -> None:
+    part = PromptPart.of(encoded(whole("".join(TOKENS), logprobs(TOKENS, first=None))), echo=True, chat=False)
+    graft = StreamGraft(part, None, BUFFER_BYTES_MAX)
+    graft.take(chunk(" a", logprobs([" a"])))
+    with pytest.raises(NoPromptPart, match="no room for its prompt"):
+        graft.take(chunk(" b", None).replace(b'"logprobs":null', b'"logprobs":{"text_offset":[%s]}' % (b"9" * 5000)))
+
+
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{}", b'{"choices":[]}', b"\xff"])
 def test_an_answer_that_tells_nothing_of_the_prompt_is_named(raw: bytes) -> None:
     with pytest.raises(NoPromptPart, match="about the prompt"):
@@ -160,3 +182,8 @@ def test_an_answer_that_tells_nothing_of_the_prompt_is_named(raw: bytes) -> None
     part = PromptPart.of(encoded(ABOUT_PROMPT), echo=True, chat=False)
     with pytest.raises(NoPromptPart, match="no room"):
         part.whole(raw, chat=False)
+
+
+def test_tokens_without_offsets_tell_nothing_of_the_prompt() -> None:
+    with pytest.raises(NoPromptPart, match="about the prompt"):
+        PromptPart.of(encoded(whole("x", logprobs(["x"]) | {"text_offset": []})), echo=True, chat=False)
