@@ -38,11 +38,14 @@ def _catching_up(original: Any) -> Any:
 def catch_up(holder: Any, state: dict[str, Any], outputs: Sequence[int]) -> None:
     """Have vLLM's own counter pass over old outputs; what follows them is counted by the next step."""
     marks = {*holder.think_start_token_ids, *holder.think_end_token_ids}
-    for count in steps(outputs, marks):
-        state["output_tok_ids"] = list(outputs[:count])
-        state["spec_token_ids"], state["force_index"] = [], []
-        holder._update_think_state(state)
-    state["output_tok_ids"], state["force_index"] = outputs, []
+    try:
+        for count in steps(outputs, marks):
+            state["output_tok_ids"] = list(outputs[:count])
+            state["spec_token_ids"], state["force_index"] = [], []
+            holder._update_think_state(state)
+    finally:
+        # Wherever that ended, what the request writes from here on must be seen.
+        state["output_tok_ids"], state["force_index"] = outputs, []
 
 
 def steps(outputs: Sequence[int], marks: set[int]) -> list[int]:

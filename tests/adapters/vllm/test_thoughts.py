@@ -3,10 +3,12 @@
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from midstream.adapters.vllm.thoughts import steps
+from midstream.adapters.vllm.thoughts import catch_up, steps
 from midstream.sidecar import plugin_path
 from midstream.sidecar.environments import VLLM_ENVIRON
 from support.vllm_rig import PYTHON_VARIABLE
@@ -84,3 +86,18 @@ def test_only_marks_and_what_is_before_them_are_steps() -> None:
     assert steps([5, 5, 5, 5], {1}) == [0]
     assert steps([5, 5, 1, 5, 5], {1}) == [0, 2, 3]
     assert steps([1, 2], {1, 2}) == [0, 1]
+
+
+def test_a_counter_that_fails_on_old_outputs_sees_those_that_follow() -> None:
+    def fails(state: dict[str, Any]) -> None:
+        state["force_index"] = [0]
+        raise KeyError("end_count")
+
+    outputs = [5, 1, 5]
+    holder = SimpleNamespace(think_start_token_ids=[1], think_end_token_ids=[2], _update_think_state=fails)
+    state: dict[str, Any] = {"output_tok_ids": outputs, "spec_token_ids": [], "force_index": []}
+    with pytest.raises(KeyError):
+        catch_up(holder, state, outputs)
+    # The list itself, which vLLM appends to, and nothing forced by a count that was broken off.
+    assert state["output_tok_ids"] is outputs
+    assert state["force_index"] == []
