@@ -128,6 +128,11 @@ class SidecarCoordinator:
         self._records[facts.session] = record
         self._idle.clear()
         self._workers.assign(facts.session, worker.current)
+        if facts.exact_obstacle:
+            _LOG.info(
+                "event=obstacle session=%s worker=%s generation=%d obstacle=%s",
+                facts.session, worker.name, tracker.generation, facts.exact_obstacle,
+            )  # fmt: skip
         return Placement(worker.name, worker.url, Marker(facts.session, tracker.generation), record.interrupted)
 
     async def take_over(

@@ -184,6 +184,7 @@ def told(record: Record) -> dict[str, Any]:
         "session": record.facts.session,
         "parent": record.facts.parent,
         "path": record.facts.path,
+        "obstacle": record.facts.exact_obstacle,
         "worker": record.owner.epoch.worker,
         "epoch": record.owner.epoch.number,
         "generation": tracker.generation,

@@ -37,6 +37,20 @@ async def test_a_session_begins_where_there_is_most_room(rig: Rig) -> None:
     assert S in second.epoch.sessions
 
 
+async def test_what_stands_in_the_way_of_a_session_is_told_and_logged(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.start("w0")
+    with caplog.at_level("INFO", "midstream.coordinator"):
+        await rig.coordinator.admit(asked())
+        assert "event=obstacle" not in caplog.text
+        rig.coordinator.ended(asked(), "finished")
+        hindered = SessionFacts(S, "/v1/completions", {}, True, exact_obstacle="beam_search")
+        await rig.coordinator.admit(hindered)
+    assert f"event=obstacle session={S} worker=w0 generation=1 obstacle=beam_search" in caplog.text
+    assert [told["obstacle"] for told in rig.coordinator.sessions()] == ["", "beam_search"]
+
+
 async def test_nobody_ready_is_a_refusal_that_names_the_workers(rig: Rig) -> None:
     engine = rig.start("w0")
     rig.die(engine)
