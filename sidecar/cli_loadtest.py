@@ -72,8 +72,9 @@ def loadtest(
     ] = "{}",
     seed: Annotated[int, typer.Option("--seed", help="Of prompts, lengths, arrivals and faults.")] = 1,
     strategy: Annotated[
-        str, typer.Option("--strategy", metavar="kv,recompute,restart,engine", help="What is compared.")
-    ] = "kv",
+        Optional[str],  # noqa: UP045
+        typer.Option("--strategy", metavar="kv,recompute,restart,engine", help="What is compared (default kv)."),
+    ] = None,
     kills: Annotated[int, typer.Option("--kills", min=0, max=1000, help="So many SIGKILLs.")] = 0,
     kill_every: Annotated[
         float, typer.Option("--kill-every", min=0, max=3600, help="Seconds between two kills, in the mean, at least.")
@@ -82,10 +83,16 @@ def loadtest(
         Optional[Path],  # noqa: UP045
         typer.Option("--faults", metavar="FILE", help="A fault plan (YAML) instead of --kills."),
     ] = None,
-    workers: Annotated[int, typer.Option("--workers", min=1, max=16, help="Engines to start.")] = 2,
+    workers: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--workers", min=1, max=16, help="Engines to start (default 2)."),
+    ] = None,
     controls: Annotated[
-        int, typer.Option("--controls", min=1, max=10, help="Undisturbed passes to compare with; 2 show variance.")
-    ] = 1,
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            "--controls", min=1, max=10, help="Undisturbed passes to compare with (default 1); 2 show variance."
+        ),
+    ] = None,
     limit: Annotated[float, typer.Option("--limit", min=1, help="Most seconds for one pass.")] = 3600.0,
     silence: Annotated[
         float, typer.Option("--silence", min=1, help="Seconds without a byte after which a client gives up.")
@@ -112,6 +119,8 @@ def loadtest(
     if faults is not None and kills:
         raise ConfigError("--kills and --faults: give one of them; a plan can hold kills, too")
     _require_one_place(command, url, has_faults=bool(plan.faults or plan.arena))
+    if url:
+        _refuse_beside_url(strategy=strategy, workers=workers, controls=controls, set=assignments or None)
     trace = () if arrivals in ("poisson", "constant") else tuple(read_trace(Path(arrivals)))
     if trace and rate is not None:
         raise ConfigError("--rate: the trace says when requests come; leave it out")
@@ -129,9 +138,9 @@ def loadtest(
             ignore_eos=not stop_at_eos,
             extra=_object(extra_body),
         ),
-        strategies=_strategies(strategy),
+        strategies=_strategies("kv" if strategy is None else strategy),
         plan=plan,
-        workers=workers,
+        workers=workers or 2,
         seed=seed,
         requests=requests if requests is not None or duration is not None else (len(trace) or 100),
         duration_s=duration,
@@ -140,7 +149,7 @@ def loadtest(
         trace=trace,
         entries=tuple(read_dataset(dataset)) if dataset is not None else (),
         concurrency=concurrency_max if is_open_loop else concurrency,
-        controls=controls,
+        controls=controls or 1,
         limit_s=limit,
         silence_s=silence,
         settings=_settings(assignments),
@@ -207,6 +216,15 @@ def _require_one_place(command: list[str] | None, url: str, *, has_faults: bool)
         raise ConfigError("--url: no faults are done to what others have started; leave --kills and --faults out")
     if command and shutil.which(command[0]) is None:
         raise ConfigError(f"{command[0]}: no such command on the path; give its full path")
+
+
+def _refuse_beside_url(**given: object) -> None:
+    """What is about engines and sidecars that are started here means nothing for one that runs already."""
+    if names := [f"--{name}" for name, value in given.items() if value is not None]:
+        raise ConfigError(
+            f"--url: {', '.join(names)} would change nothing at what runs already; leave that out, or give the "
+            "engine's command after -- instead"
+        )
 
 
 def _strategies(text: str) -> Any:

@@ -109,6 +109,7 @@ def verify(
         told = record.read(check_file)
         return verify_screen.tell_check(asyncio.run(verify_bench.check(engines, told)), told, as_json=as_json)
     chosen = _ways(ways)
+    _require_share_of_kills(kills, chosen)
     if kills is None:
         # An engine that others started may not be started again by anybody.
         kills = 0.0 if engines.beside and chosen != (Way.KILL,) else 0.1
@@ -139,6 +140,14 @@ def verify(
     if told["stopped"]:
         print(f"midstream: the verification stopped: {told['stopped']}", file=sys.stderr)
     return record.status(told)
+
+
+def _require_share_of_kills(share: float | None, ways: Sequence[Way]) -> None:
+    """A share that the ways leave no choice about is a contradiction: nobody is to believe that it was heeded."""
+    if share and Way.KILL not in ways:
+        raise ConfigError(f"--kills {share:g}: --ways has no kill; add it there, or leave --kills out")
+    if share is not None and share < 1 and set(ways) == {Way.KILL}:
+        raise ConfigError(f"--kills {share:g}: --ways has nothing but kill; add another way, or leave --kills out")
 
 
 def _engines(

@@ -42,6 +42,10 @@ def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         ([], "one of the two"),
         (["--url", "http://x", *ENGINE], "one of the two"),
         (["--url", "http://x", "--kills", "1"], "no faults are done"),
+        (["--url", "http://x", "--strategy", "kv"], "--strategy would change nothing"),
+        (["--url", "http://x", "--workers", "2"], "--workers would change nothing"),
+        (["--url", "http://x", "--controls", "1"], "--controls would change nothing"),
+        (["--url", "http://x", "--set", "proxy.stall_floor_s=5"], "--set would change nothing"),
         (["--", "no-such-engine"], "no such command"),
         (["--strategy", "kv,magic", *ENGINE], "kv, recompute, restart, engine"),
         (["--strategy", "", *ENGINE], "give some of"),
@@ -74,6 +78,12 @@ def test_without_a_rate_the_loop_is_closed_and_with_one_it_is_open(options: Any)
     assert (closed.is_open_loop, closed.concurrency, closed.requests) == (False, 3, 100)
     opened = options("--rate", "2.5", "--duration", "8", *ENGINE)
     assert (opened.is_open_loop, opened.concurrency, opened.requests, opened.ask_count) == (True, 1000, None, 20)
+
+
+def test_what_is_not_said_has_its_default_and_beside_a_running_one_nothing_needs_to_be_said(options: Any) -> None:
+    for words in (ENGINE, ("--url", "http://x")):
+        told = options(*words)
+        assert (told.strategies, told.workers, told.controls, told.settings) == ((Strategy.KV,), 2, 1, {})
 
 
 def test_a_trace_says_how_many_requests_there_are(options: Any, tmp_path: Path) -> None:

@@ -1,8 +1,26 @@
 """The command `verify`: what cannot be meant is refused before anything starts."""
 
+import signal
+from collections.abc import Iterator
+
 import pytest
 
-from midstream.sidecar import cli
+from midstream.loadtest.verify.verification import Options
+from midstream.sidecar import cli, verify_bench
+from midstream.sidecar.cli_app import app
+
+
+class Started(Exception):
+    """The verification would begin now."""
+
+
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """What the command does when it is told to end is not to outlive it."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(
@@ -22,6 +40,9 @@ from midstream.sidecar import cli
         (("--set", "nothing", "--", "true"), "KEY=VALUE"),
         (("--controls", "1", "--", "true"), "controls"),
         (("--kills", "2", "--", "true"), "kills"),
+        (("--ways", "move", "--kills", "0.5", "--", "true"), "--ways has no kill"),
+        (("--ways", "kill", "--kills", "0", "--", "true"), "nothing but kill"),
+        (("--ways", "kill,kill", "--kills", "0.5", "--", "true"), "nothing but kill"),
         (("--", "no-such-engine-command"), "no such command"),
     ],
 )
@@ -33,3 +54,26 @@ def test_what_cannot_be_meant_is_refused_before_anything_starts(
     shown = capsys.readouterr()
     assert shown.out == ""
     assert why in shown.err
+
+
+@pytest.mark.parametrize(
+    ("words", "share"),
+    [
+        (("--ways", "move", "--kills", "0"), 0.0),
+        (("--ways", "move"), 0.1),
+        (("--ways", "kill", "--kills", "1"), 1.0),
+        (("--ways", "kill"), 0.1),
+        (("--ways", "kill,move", "--kills", "0.5"), 0.5),
+        ((), 0.1),
+    ],
+)
+def test_a_share_of_kills_that_the_ways_can_keep_is_taken(
+    words: tuple[str, ...], share: float, own_signals: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stop(_: object, options: Options, *__: object, **___: object) -> None:
+        raise Started(options)
+
+    monkeypatch.setattr(verify_bench, "verify", stop)
+    with pytest.raises(Started) as caught:
+        app(["verify", *words, "--", "true"], standalone_mode=False)
+    assert caught.value.args[0].kill_share == share
