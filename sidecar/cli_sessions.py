@@ -17,7 +17,7 @@ from ..session.ids import SessionId, session_id
 from .cli_inspect import Url, ask, say, show_facts, show_table, sidecar_url
 from .cli_options import AsJson, ConfigFile, StateDir, settings_from
 
-_COLUMNS = ("session", "parent", "worker", "generation", "state", "tokens", "age_s", "path")
+COLUMNS = ("session", "parent", "worker", "generation", "state", "obstacle", "age_s", "path")
 
 app = typer.Typer(help="Show sessions and their interruptions, or act on one.", rich_markup_mode=None)
 
@@ -41,7 +41,7 @@ def sessions(
         print(json.dumps(answer))
         return 0
     found = [s for s in answer.get("sessions", []) if isinstance(s, Mapping)]
-    show_table("Sessions", _COLUMNS, found)
+    show_table("Sessions", COLUMNS, found)
     interruptions = [line for session in found for line in _interruptions(session)]
     if interruptions:
         print("Interruptions")

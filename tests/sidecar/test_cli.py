@@ -179,7 +179,7 @@ SESSIONS: dict[str, Any] = {
             "worker": "w-1",
             "generation": 2,
             "state": "decoding",
-            "tokens": 40,
+            "obstacle": "beam_search",
             "outcomes": [
                 {"reason": "process_death", "outcome": "exact", "tier": "held", "cut": 20, "lag": 0, "gap_ms": 181.25}
             ],
@@ -203,6 +203,7 @@ def test_status_and_sessions_show_what_the_sidecar_says(
         text = capsys.readouterr().out
         assert f"{SESSION}  process_death: exact from held, cut 20, lag 0, gap 181 ms" in text
         assert SESSION in text
+        assert "beam_search" in text
         assert call(monkeypatch, "status", "--json", "--url", fake.url) == 0
         assert json.loads(capsys.readouterr().out) == STATUS
         monkeypatch.setenv("MIDSTREAM_LISTEN_PORT", str(fake.port))

@@ -11,11 +11,19 @@ from midstream.proxy.coordinator import Outcome, SessionFacts
 from midstream.session.ids import SessionId
 from midstream.session.tracker import Tracker
 from midstream.sidecar.choice import Candidate, Plan, Tier
+from midstream.sidecar.cli_sessions import COLUMNS
 from midstream.sidecar.mover.protocol import RestoreResult
-from midstream.sidecar.session_record import Place, Record, outcome_of
+from midstream.sidecar.session_record import Place, Record, outcome_of, told
 from midstream.sidecar.workers import Epoch
 
 SESSION = SessionId("a" * 32)
+
+
+async def test_every_column_of_the_list_of_sessions_is_in_what_is_told_of_one() -> None:
+    place = Place(SESSION, Epoch("w0", 1, None), 1)
+    facts = SessionFacts(SESSION, "/v1/completions", {}, True)
+    record = Record(facts, Tracker(SESSION), place, place, asyncio.Future(), time.monotonic())
+    assert set(COLUMNS) - set(told(record)) == set()
 
 
 async def refused() -> RestoreResult:
