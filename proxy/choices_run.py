@@ -130,13 +130,15 @@ class _Running:
     def __init__(self, generations: Sequence[Generation]) -> None:
         self._generations = generations
         self._tasks: list[asyncio.Task[web.StreamResponse]] = []
+        self._cancelled: set[int] = set()
+        self._last: int | None = None
 
     async def __aenter__(self) -> "_Running":
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
+        for index in range(len(self._tasks)):
+            self._cancel(index)
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for generation in self._generations:
             # A task that was cancelled before its first step has reported nothing.
@@ -147,10 +149,18 @@ class _Running:
         self._tasks = [asyncio.create_task(start(index)) for index in range(len(self._generations))]
 
     def give_up_others(self, index: int) -> None:
-        """One choice has failed for good, or has lost the client: it alone goes on, to its end."""
-        for other, task in enumerate(self._tasks):
-            if other != index:
-                task.cancel()
+        """One choice has failed for good, or has lost the client: the first of these alone goes on, to its end."""
+        if self._last is None:
+            self._last = index
+            for other in range(len(self._tasks)):
+                if other != index:
+                    self._cancel(other)
+
+    def _cancel(self, index: int) -> None:
+        # Once: a handler that cleans up must not be cancelled again in the midst of that.
+        if index not in self._cancelled:
+            self._cancelled.add(index)
+            self._tasks[index].cancel()
 
     async def ended(self) -> AsyncIterator[tuple[int, web.StreamResponse]]:
         """Each choice's index and what its handler came to, as they end; without those that were given up."""

@@ -13,6 +13,7 @@ from multidict import CIMultiDict
 
 from midstream.proxy.coordinator import Reason, SessionFacts
 from midstream.proxy.settings import ProxySettings
+from midstream.proxy.waiting import Waiting
 from midstream.session.errors import Refused
 from support.answers import Answer, Voice
 from support.proxying import Client, Got, proxied
@@ -159,6 +160,64 @@ async def test_a_choice_that_nobody_can_take_ends_all_in_one_error(stream: bool)
         assert got.status == 503
         assert got.json["error"]["code"] == "no_worker"
     assert sorted(call[1] for call in coordinator.of("ended")) == ["cancelled", "failed"]
+
+
+async def test_a_choice_that_cleans_up_is_not_cancelled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = Waiting.stop
+    cleaned: list[int] = []
+
+    async def slowly(waiting: Waiting) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if task.cancelling():
+            await asyncio.sleep(0.2)
+            cleaned.append(task.cancelling())
+        await stop(waiting)
+
+    monkeypatch.setattr(Waiting, "stop", slowly)
+    # One write says the error, and another one the report.
+    coordinator = choir({6: Script(at=3)})
+    coordinator.engines[0].scripts = [Script(gap_s=0.05)]
+    coordinator.takeover_refusal = Refused("no_worker", "no worker is left: start one")
+    async with proxied(coordinator) as client:
+        got = await ask(client, stream=True, prompt="ab", n=3)
+    assert [chunk["error"]["code"] for chunk in got.chunks if "error" in chunk] == ["no_worker"]
+    assert b": midstream outcome=refused" in got.raw
+    assert cleaned == [1, 1]
+    assert sorted(call[1] for call in coordinator.of("ended")) == ["cancelled", "cancelled", "failed"]
+
+
+async def test_a_client_that_leaves_while_choices_clean_up_does_not_disturb_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stop = Waiting.stop
+    cleaned: list[int] = []
+    cleans, gone = asyncio.Event(), asyncio.Event()
+
+    async def slowly(waiting: Waiting) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if task.cancelling():
+            cleans.set()
+            await gone.wait()
+            await asyncio.sleep(0.2)
+            cleaned.append(task.cancelling())
+        await stop(waiting)
+
+    monkeypatch.setattr(Waiting, "stop", slowly)
+    coordinator = choir({6: Script(at=3)})
+    coordinator.engines[0].scripts = [Script(gap_s=0.05)]
+    coordinator.takeover_refusal = Refused("no_worker", "no worker is left: start one")
+    async with proxied(coordinator) as client:
+        asking = asyncio.create_task(ask(client, stream=True, prompt="ab"))
+        await asyncio.wait_for(cleans.wait(), 10)
+        asking.cancel()
+        with suppress(asyncio.CancelledError):
+            await asking
+        gone.set()
+        while len(coordinator.of("ended")) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert cleaned == [1]
 
 
 @pytest.mark.parametrize("stream", [True, False])
