@@ -77,7 +77,13 @@ def loadtest(
     ] = None,
     kills: Annotated[int, typer.Option("--kills", min=0, max=1000, help="So many SIGKILLs.")] = 0,
     kill_every: Annotated[
-        float, typer.Option("--kill-every", min=0, max=3600, help="Seconds between two kills, in the mean, at least.")
+        float,
+        typer.Option(
+            "--kill-every",
+            min=0,
+            max=3600,
+            help="Planned seconds between two kills: in the mean, and at least half of it.",
+        ),
     ] = 5.0,
     faults: Annotated[
         Optional[Path],  # noqa: UP045

@@ -71,7 +71,7 @@ class Plan:
 
 
 def draw_kills(count: int, every_s: float, seed: int) -> Plan:
-    """So many SIGKILLs: cores, workers and trees in turn, `every_s` apart in the mean."""
+    """So many SIGKILLs: cores, workers and trees in turn, `every_s` apart in the mean, and at least half of it."""
     if not 0 <= count <= FAULTS_MAX:
         raise ConfigError(f"--kills: {count} is out of range; 0 to {FAULTS_MAX}")
     chance = Random(f"{seed}/faults")

@@ -1,4 +1,4 @@
-"""The same plots as pictures (PNG), where matplotlib is installed: `pip install "midstream[loadtest]"`.
+"""The same plots as pictures (PNG), where matplotlib is installed: `pip install ".[sidecar,loadtest]"`.
 
 Owns the drawing with matplotlib; `page.py` draws its own, so that nothing is missing without it.
 """

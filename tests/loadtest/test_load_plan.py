@@ -1,8 +1,10 @@
 """Fault plans: drawn from a seed, read from a file, and refused where nobody could carry them out."""
 
+import re
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -27,6 +29,24 @@ def test_kills_are_of_their_seed_and_of_all_kinds_evenly() -> None:
     assert max(counted.values()) - min(counted.values()) <= 1
     times = [0.0, *(fault.at_s for fault in plan.faults)]
     assert all(2.5 <= b - a <= 7.5 for a, b in pairwise(times))
+
+
+def test_kills_are_as_far_apart_as_the_page_and_the_help_say() -> None:
+    gaps = [b - a for a, b in pairwise(fault.at_s for fault in draw_kills(1000, 8.0, seed=3).faults)]
+    assert 3.999 <= min(gaps) < 4.5, "at least half"
+    assert abs(fmean(gaps) - 8.0) < 0.5, "in the mean"
+    root = Path(__file__).parents[2]
+    for name in ("docs/loadtest.md", "sidecar/cli_loadtest.py"):
+        assert "in the mean, and at least half of" in " ".join((root / name).read_text().split()), name
+
+
+def test_what_is_told_to_be_installed_is_this_checkout() -> None:
+    root = Path(__file__).parents[2]
+    pages = [*root.glob("docs/*.md"), *root.glob("loadtest/**/*.py"), *root.glob("sidecar/*.py"), root / "README.md"]
+    told = [
+        (page.name, found) for page in pages for found in re.findall(r"pip install [\"']?midstream\b", page.read_text())
+    ]
+    assert told == []
 
 
 def test_no_kills_are_no_plan_and_too_many_are_refused() -> None:
