@@ -1,9 +1,10 @@
 """Runs the choices of one request side by side, each a session of its own, and answers the client once.
 
 Owns the client's response while several handlers write to it. Invariant: nothing is sent before every choice's worker
-has taken its request, so that a request that is refused is refused as a whole; each write holds whole events of one
-choice; and when one choice fails for good, or the client leaves, all others are given up, and every session is reported
-ended. A choice whose turn it is not waits, and so does its engine: nothing is collected here.
+has taken its request, or has had `_BEGIN_S` for that: what is refused before is refused as a whole, and a later refusal
+ends the stream in one error. Each write holds whole events of one choice; and when one choice fails for good, or the
+client leaves, all others are given up, and every session is reported ended. A choice whose turn it is not waits, and so
+does its engine: nothing is collected here.
 """
 
 import asyncio

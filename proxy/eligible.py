@@ -1,7 +1,8 @@
 """Which requests can go on exactly where they were cut, and what stands in the way of the others. Pure.
 
-A session is resumable when it has one stream of output whose token ids the proxy can see from the first to the last.
-Each rule of the table has a word for the obstacle; a request that meets one gets no marker (docs/exactness.md).
+A session is resumable when it has one output that its token ids decide: the engine journals them, and what the client
+has can be told from them, or, where the proxy sees none, from text and events alone. Each rule of the table has a word
+for the obstacle; a request that meets one gets no marker (docs/exactness.md).
 """
 
 from collections.abc import Callable, Mapping
