@@ -34,6 +34,8 @@ FDS_PER_MESSAGE = 4
 LOG_BYTES_MAX = 64 * 1024
 # Longer than a sidecar is away for a restart, and longer than most engines take to bring their pool meanwhile.
 IDLE_S = 600.0
+# Well within what a selector can wait for.
+IDLE_S_LIMIT = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +232,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not 1 <= options.pools_max <= POOLS_MAX_LIMIT:
         parser.error(f"--pools-max must be 1 to {POOLS_MAX_LIMIT}")
+    if not 0 < options.idle_s <= IDLE_S_LIMIT:
+        parser.error(f"--idle-s must be more than 0 and at most {IDLE_S_LIMIT:g}")
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGINT, _end)
     try:

@@ -345,6 +345,14 @@ def test_a_second_holder_leaves_the_first_alone(path: Path, client: HolderClient
     assert len(client.list()) == 1
 
 
+@pytest.mark.parametrize("idle_s", ["nan", "-1", "0", "inf", "1e9", "soon"])
+def test_an_idle_time_that_cannot_be_waited_for_is_refused(path: Path, idle_s: str) -> None:
+    argv = [sys.executable, "-m", "midstream.sidecar.holder", "--socket", str(path), f"--idle-s={idle_s}"]
+    refused = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 2
+    assert "--idle-s" in refused.stderr
+
+
 def test_a_stale_socket_is_replaced_and_a_file_that_is_none_is_not(path: Path, tmp_path: Path) -> None:
     process = start(path)
     stop(process)
