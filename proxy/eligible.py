@@ -69,6 +69,12 @@ def _no_output(body: Body) -> bool:
     return 0 in (body.get("max_tokens"), body.get("max_completion_tokens"))
 
 
+def _hides_ids_of_logprobs(body: Body) -> bool:
+    """0 asks for logprobs, too, although 0 == False here: for those of the tokens that were drawn."""
+    logprobs = body.get("logprobs")
+    return body.get("include_reasoning") is False and logprobs is not None and logprobs is not False
+
+
 _RULES: tuple[tuple[Callable[[Body], bool], NotResumable], ...] = (
     (_unclear_stream, NotResumable.UNCLEAR_STREAM),
     (_more_than_one("n"), NotResumable.SEVERAL_CHOICES),
@@ -83,10 +89,7 @@ _RULES: tuple[tuple[Callable[[Body], bool], NotResumable], ...] = (
     (_no_output, NotResumable.NO_OUTPUT),
     (_multimodal, NotResumable.MULTIMODAL),
     # With hidden reasoning vLLM withholds the ids of all chunks: text decides then, and logprobs are of no text.
-    (
-        lambda body: body.get("include_reasoning") is False and body.get("logprobs") not in (None, False),
-        NotResumable.HIDDEN_IDS,
-    ),
+    (_hides_ids_of_logprobs, NotResumable.HIDDEN_IDS),
     (lambda body: body.get("ec_transfer_params") is not None, NotResumable.ENCODER_TRANSFER),
 )
 

@@ -31,6 +31,8 @@ from midstream.session.marker import Marker
         ({"prompt_logprobs": 0}, NotResumable.PROMPT_LOGPROBS),
         ({"max_tokens": 0}, NotResumable.NO_OUTPUT),
         ({"include_reasoning": False, "logprobs": True}, NotResumable.HIDDEN_IDS),
+        ({"include_reasoning": False, "logprobs": 0}, NotResumable.HIDDEN_IDS),
+        ({"include_reasoning": False, "logprobs": False}, None),
         ({"ec_transfer_params": {}}, NotResumable.ENCODER_TRANSFER),
         ({"stream": "true"}, NotResumable.UNCLEAR_STREAM),
         ({"stream": 1}, NotResumable.UNCLEAR_STREAM),
