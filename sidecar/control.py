@@ -23,7 +23,17 @@ from .coordinator import SidecarCoordinator
 
 SOCKET = "control.sock"
 BODY_BYTES_MAX = 1 << 20
-_STATUS = {"bad_request": 400, "no_session": 404, "ended": 409, "busy": 409, "not_exact": 422, "timeout": 504}
+# What is not here is for want of a worker or a mover that answers: 503.
+_STATUS = {
+    "bad_request": 400,
+    "no_session": 404,
+    "ended": 409,
+    "busy": 409,
+    "no_snapshot": 409,
+    "no_store": 422,
+    "not_exact": 422,
+    "timeout": 504,
+}
 
 
 class MoveOrder(msgspec.Struct, forbid_unknown_fields=True):

@@ -393,3 +393,24 @@ async def test_the_control_socket_is_the_owners_alone_and_answers_in_words(rig: 
     with pytest.raises(EngineError, match="is it running"):
         async with ControlClient(tmp_path) as client:
             await client.move(S)
+
+
+async def code_of(folder: Path, order: str, body: bytes = b"{}") -> tuple[int, str]:
+    """How the control socket answers an order."""
+    async with (
+        aiohttp.ClientSession("http://x", connector=aiohttp.UnixConnector(str(folder / SOCKET))) as http,
+        http.post(f"/sessions/{S}/{order}", data=body) as answer,
+    ):
+        return answer.status, (await answer.json())["error"]["code"]
+
+
+async def test_where_nothing_is_stored_is_not_called_a_service_that_is_away(tmp_path: Path) -> None:
+    for name, stores, wanted in (("with", True, (409, "no_snapshot")), ("without", False, (422, "no_store"))):
+        folder = tmp_path / name
+        folder.mkdir()
+        rig = Rig(folder, stores=stores)
+        await running(rig, 1, 2)
+        async with serving_control(folder, Control(rig.coordinator, ProxySettings())):
+            assert await code_of(folder, "snapshot") == wanted
+            assert await code_of(folder, "move", b'{"tier": "disk"}') == (409, "no_snapshot")
+        rig.coordinator.ended(asked(), "finished")
