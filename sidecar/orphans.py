@@ -16,7 +16,8 @@ from .processes import read_process, send
 
 _LOG = logging.getLogger("midstream.orphans")
 
-# Engines of one worker of which something is left; more than two at once are somebody's mistake.
+# Engines of one worker of which something is left: mostly none, or the last one for as long as it takes to die. Of more
+# than these, processes that even SIGKILL does not end, the oldest are given up.
 ENGINES_MAX = 16
 
 
