@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from midstream.adapters.vllm import identity as vllm_identity
 from midstream.adapters.vllm import obstacles as vllm_obstacles
 from midstream.proxy.eligible import NO_SESSION, NotResumable
 from midstream.proxy.eligible_events import EventObstacle
+from midstream.sidecar import workers
 from support.exactness_page import PAGE, ROOT, NoRow, Reference, Row, tables
 from support.features import FEATURES, NOT_OFFERED, Feature
 from support.obstacles import OBSTACLES
@@ -19,6 +21,9 @@ from support.vllm_features import FEATURES as VLLM_FEATURES
 EMBEDDED = "tests/exactness/test_embedded_features.py"
 REFUSALS = "tests/exactness/test_embedded_refusals.py"
 VLLM = "tests/adapters/vllm/test_engine_features.py"
+# What stands in the way in an engine is said by its plugin, and by the sidecar for one that has none.
+VLLM_SOURCES = (Path(vllm_obstacles.__file__), Path(vllm_identity.__file__))
+SIDECAR_SOURCES = (Path(workers.__file__),)
 NOTHING = "-"
 NOT_HERE = "not offered"
 PASSED = "passed through"
@@ -108,34 +113,48 @@ def test_every_obstacle_of_a_request_has_its_row_and_its_request(page: dict[str,
 
 
 def test_every_obstacle_of_an_engine_has_its_row(page: dict[str, list[Row]]) -> None:
-    told = {row.name: row.vllm for row in page["word"]}
-    for word in words_of(Path(vllm_obstacles.__file__)):
-        assert told.get(word) == "refused", f"{word}: its row says {told.get(word)}"
+    # A request and an engine may share a word, so a word may have two rows.
+    told = {(row.name, row.verdicts()) for row in page["word"]}
+    assert {(word, ("refused", NOTHING)) for word in words_of(*VLLM_SOURCES)} - told == set()
+    assert {(word, ("refused", "refused")) for word in words_of(*SIDECAR_SOURCES)} - told == set()
 
 
 def test_no_row_is_of_a_word_that_there_is_not(page: dict[str, list[Row]]) -> None:
-    known = {asked.word.value for asked in OBSTACLES} | words_of(Path(vllm_obstacles.__file__))
+    known = {asked.word.value for asked in OBSTACLES} | words_of(*VLLM_SOURCES, *SIDECAR_SOURCES)
     assert {row.name for row in page["word"]} == known
 
 
-def words_of(source: Path) -> set[str]:
-    """The words that a module gives for obstacles: first in a rule, in a returned list, or appended to one."""
+def words_of(*sources: Path) -> set[str]:
+    """The words that modules give for obstacles: first in a rule, in a returned list, or appended to one."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(source.read_text())):
+    for node in (node for source in sources for node in ast.walk(ast.parse(source.read_text()))):
         match node:
             case ast.Tuple(elts=[ast.Constant(value=str(word)), ast.Call() | ast.Name() | ast.Lambda()]):
                 found.add(word)
             case ast.Return(value=value) if value is not None:
                 lists = [part for part in ast.walk(value) if isinstance(part, ast.List)]
-                found |= {str(e.value) for part in lists for e in part.elts if isinstance(e, ast.Constant)}
+                found |= {word for part in lists for element in part.elts for word in _either(element)}
             case ast.Call(func=ast.Attribute(attr="append"), args=[ast.Constant(value=str(word))]):
                 found.add(word)
     return found
 
 
+def _either(element: ast.expr) -> set[str]:
+    """The word that stands in a list, or both where a condition chooses."""
+    match element:
+        case ast.Constant(value=str(word)):
+            return {word}
+        case ast.IfExp(body=body, orelse=orelse):
+            return _either(body) | _either(orelse)
+        case _:
+            return set()
+
+
 def test_the_words_of_an_engine_are_found_in_its_source() -> None:
-    found = words_of(Path(vllm_obstacles.__file__))
+    found = words_of(*VLLM_SOURCES)
     assert {"spec_decode", "scheduler", "logits_processors", "kv_groups", "sliding_window", "version"} <= found
+    assert {"hooks", "random_state"} <= found
+    assert words_of(*SIDECAR_SOURCES) == {"no_pool", "no_plugin"}
 
 
 @pytest.mark.parametrize("case", FIELD_CASES)

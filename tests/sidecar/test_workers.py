@@ -1,9 +1,11 @@
 """Epochs and their arenas: kept while somebody needs them, let go when nobody does, adopted only when that is safe."""
 
+import os
 from pathlib import Path
 
 import pytest
 
+from midstream.adapters.alive import told_processes
 from midstream.session.arena import create_arena
 from midstream.session.arena_writer import ArenaWriter
 from midstream.session.errors import PoolError
@@ -11,7 +13,7 @@ from midstream.session.ids import SessionId
 from midstream.session.key import REQUIRED, CompatibilityKey
 from midstream.sidecar.choice import Account, Tier, plan
 from midstream.sidecar.supervise import WorkerState
-from midstream.sidecar.workers import Epoch, Workers
+from midstream.sidecar.workers import Epoch, Workers, past_use
 
 S = SessionId("5" * 32)
 KEY = {name: name for name in REQUIRED}
@@ -193,6 +195,22 @@ def test_no_kv_is_taken_to_an_engine_without_pools(fleet: Fleet, layout: str) ->
     assert (chosen.tier, chosen.detail) == (Tier.JOURNAL, "keys differ in kv_layout")
 
 
+@pytest.mark.parametrize("word", ["no_pool", "no_plugin"])
+def test_an_engine_without_pool_or_plugin_has_its_word(fleet: Fleet, word: str) -> None:
+    epoch = fleet.begin(1)
+    if word == "no_pool":
+        fleet.publish(epoch, pools=[])
+    fleet.workers.became(fleet.worker, WorkerState.READY)
+    assert epoch.exact_obstacles == [word]
+
+
+def test_the_engine_s_own_words_come_before_the_lack_of_a_pool_that_follows_from_them(fleet: Fleet) -> None:
+    epoch = fleet.begin(1)
+    fleet.publish(epoch, pools=[], inexact=["hooks", "random_state"])
+    fleet.workers.became(fleet.worker, WorkerState.READY)
+    assert epoch.exact_obstacles == ["hooks", "random_state"]
+
+
 def test_an_arena_that_is_gone_is_no_error(fleet: Fleet) -> None:
     epoch = fleet.begin(1)
     assert epoch.arena_path is not None
@@ -226,3 +244,11 @@ def test_room_is_what_the_engine_says(fleet: Fleet) -> None:
     fleet.workers.assign(S, epoch)
     (candidate,) = fleet.workers.candidates()
     assert (candidate.sessions, candidate.sessions_max) == (1, 3)
+
+
+def test_only_dead_epochs_of_which_nothing_is_left_are_past_use() -> None:
+    own = told_processes()
+    gone = {**own, "processes": [[os.getpid(), 1]]}
+    cases = {1: (gone, True), 2: (own, True), 3: (gone, False), 4: ({}, True)}
+    epochs = [Epoch("w", number, None, facts=facts, dead=dead) for number, (facts, dead) in cases.items()]
+    assert [epoch.number for epoch in past_use(epochs)] == [1]

@@ -109,6 +109,24 @@ def test_only_an_engine_without_obstacles_adopts(
     assert identity.may_adopt(None) == may
 
 
+@pytest.mark.parametrize(
+    ("hooks", "draws", "words"),
+    [
+        pytest.param([], True, [], id="nothing"),
+        pytest.param(["Scheduler.update_from_output"], True, ["hooks"], id="hooks"),
+        pytest.param([], False, ["random_state"], id="random_state"),
+    ],
+)
+def test_what_cannot_be_hooked_or_rebuilt_has_its_word(
+    monkeypatch: pytest.MonkeyPatch, hooks: list[str], draws: bool, words: list[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
+    monkeypatch.setattr(identity, "obstacles", lambda config, cache, version: ["scheduler"])
+    monkeypatch.setattr(identity, "missing", hooks)
+    monkeypatch.setattr(identity, "draws_are_known", lambda config: draws)
+    assert identity._inexact(None, None) == ["scheduler", *words]
+
+
 def a_function_of_the_operator() -> None:
     """A setting may be one."""
 
