@@ -33,7 +33,7 @@ from .config import Listen, Settings
 from .control import Control, serving_control
 from .coordinator import CoordinatorSettings, SidecarCoordinator
 from .hang import is_hung
-from .leaving import has_claimed_places, past_use
+from .leaving import has_claimed_places
 from .metrics import Metrics
 from .mover.client import MoverClient
 from .processes import send
@@ -42,7 +42,7 @@ from .servants import HolderKeeper, MoverKeeper
 from .state_dir import owned_state_dir, reachable_url, told_url
 from .supervise import Policy, WorkerState
 from .supervise_run import Command, EpochDeath, StateChange, Supervised
-from .workers import Epoch, Worker, Workers
+from .workers import Epoch, Worker, Workers, past_use
 
 _LOG = logging.getLogger("midstream.daemon")
 

@@ -1,31 +1,20 @@
-"""What a sidecar leaves behind when it ends: whatever is still of use to somebody, and nothing else.
+"""What a sidecar leaves in its state folder when it ends: whatever is still of use to somebody, and nothing else.
 
-Owns the decision and the removal of the state folder. Invariants: the place that a living engine has claimed, and the
-holder that keeps its pool, stay as they are; in the folder only what midstream makes there is removed, so that one
-with files of others in it stays with those.
+Owns the decision and the removal. Invariants: the place that a living engine has claimed, and the holder that keeps its
+pool, stay as they are; in the folder only what midstream makes there is removed, so that one with files of others in it
+stays with those. Which epochs are of no use is `workers`' to know.
 """
 
 import contextlib
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ..adapters.alive import nothing_left
 from ..session.ticket import claimed_epoch
-
-if TYPE_CHECKING:
-    from .workers import Epoch
 
 _WORKERS = "workers"
 HOLDER = "holder.sock"
 _FILES = ("url", "control.sock", "control.sock.lock", "mover.sock", "mover.sock.lock")
 _FOLDERS = ("plugin-*", ".plugin-*", _WORKERS)
-
-
-def past_use(epochs: "Iterable[Epoch]") -> "list[Epoch]":
-    """Dead epochs of which no process is left: their sessions have ended with the sidecar, so nobody asks for them."""
-    return [epoch for epoch in epochs if epoch.dead and epoch.facts and nothing_left(epoch.facts)]
 
 
 def has_claimed_places(state: Path) -> bool:

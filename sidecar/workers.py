@@ -5,11 +5,12 @@ epoch is ready, then both are let go at once. Starts and watches nothing; superv
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..adapters.alive import nothing_left
 from ..adapters.contract import EngineAdapter
 from ..adapters.registry import adapter_named
 from ..session.arena import ArenaReader
@@ -193,6 +194,11 @@ class Workers:
             epoch.arena = None
         if epoch.arena_path is not None:
             epoch.arena_path.unlink(missing_ok=True)
+
+
+def past_use(epochs: Iterable[Epoch]) -> list[Epoch]:
+    """Dead epochs of which no process is left: where their sessions have ended with the sidecar, nobody needs them."""
+    return [epoch for epoch in epochs if epoch.dead and epoch.facts and nothing_left(epoch.facts)]
 
 
 def _adoptable(worker: Worker) -> Epoch | None:

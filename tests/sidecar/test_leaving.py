@@ -15,13 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from midstream.adapters.alive import told_processes
 from midstream.session.held import HolderClient, create_host_pool
 from midstream.session.layout import Plane, PoolLayout, PoolMeta
 from midstream.session.ticket import CLAIMED, TICKET, claim_ticket, worker_dir
-from midstream.sidecar.leaving import past_use, tidy
+from midstream.sidecar.leaving import tidy
 from midstream.sidecar.state_dir import owned_state_dir
-from midstream.sidecar.workers import Epoch
 
 CLI = [sys.executable, "-m", "midstream.sidecar.cli"]
 LAYOUT = PoolLayout(4, 4, (Plane(0, 1024, 1024),))
@@ -105,14 +103,6 @@ def test_a_pool_keeps_the_holder_and_the_folder(state: Path) -> None:
     os.close(fd)
     end(sidecar)
     assert [pool.name for pool in HolderClient(state / "holder.sock").list()] == ["b/1/0"]
-
-
-def test_only_dead_epochs_of_which_nothing_is_left_are_past_use() -> None:
-    own = told_processes()
-    gone = {**own, "processes": [[os.getpid(), 1]]}
-    cases = {1: (gone, True), 2: (own, True), 3: (gone, False), 4: ({}, True)}
-    epochs = [Epoch("w", number, None, facts=facts, dead=dead) for number, (facts, dead) in cases.items()]
-    assert [epoch.number for epoch in past_use(epochs)] == [1]
 
 
 def test_a_claim_whose_arena_is_gone_is_nobody_s_place(state: Path) -> None:
