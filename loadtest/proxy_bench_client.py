@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import cast
 from urllib.parse import urlsplit
 
+from .percentiles import percentile
+
 _STAMP = b'"text":" '
 # No run of a benchmark takes this long, unless something hangs.
 _RUN_S_MAX = 90
@@ -35,8 +37,7 @@ class Measured:
 
     def delay_ms(self, quantile: float) -> float:
         """A quantile of the delays, in milliseconds."""
-        ordered = sorted(self.delays_ns)
-        return ordered[min(len(ordered) - 1, int(quantile * len(ordered)))] / 1e6
+        return percentile(self.delays_ns, quantile * 100) / 1e6
 
     @property
     def rate(self) -> float:

@@ -9,21 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median, pstdev
 from typing import Any
 
+from ..percentiles import percentile
 from .records import Record
 from .verdict import Same
 
 PERCENTILES = (50, 90, 99)
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Between the two nearest ranks, as numpy does it; 0 for none."""
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    at = (len(ordered) - 1) * percent / 100
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
 def latencies(records: Iterable[Record]) -> dict[str, float]:

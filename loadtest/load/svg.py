@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from ..percentiles import percentile
 from .series import POINTS_MAX
 
 WIDTH = 860
@@ -54,7 +55,7 @@ def distributions(series: Mapping[str, Sequence[float]], unit: str) -> str:
             f'<circle cx="{x(v):.1f}" cy="{y:.1f}" r="3.5" fill="{colour}" fill-opacity="0.35"/>'
             for v in [*values[::step], values[-1]]
         ]
-        middle = values[len(values) // 2]
+        middle = percentile(values, 50)
         parts.append(
             f'<rect x="{x(middle) - 1.5:.1f}" y="{y - 12:.1f}" width="3" height="24" fill="{colour}">'
             f"<title>{escape(f'{name}: median {middle:g} {unit}')}</title></rect>"

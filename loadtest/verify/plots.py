@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from ..percentiles import percentile
+
 SIGNS = {
     "identical": "",
     "restore": "✕",
@@ -86,15 +88,14 @@ def gaps(by_way: Mapping[str, Sequence[float]]) -> str:
                 f'<circle class="dot" cx="{x(value):.1f}" cy="{y:.1f}" r="4"><title>{escape(way)}: {value:.0f} ms'
                 "</title></circle>"
             )
-        ordered = sorted(found)
         # One label above and one below, so that they never meet.
-        for name, share, label_y in (("p50", 0.5, middle - 29), ("p90", 0.9, middle + 37)):
-            value = ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+        for percent, label_y in ((50, middle - 29), (90, middle + 37)):
+            value = percentile(found, percent)
             at = x(value)
             parts.append(
                 f'<line class="mark" x1="{at:.1f}" y1="{middle - 26}" x2="{at:.1f}" y2="{middle + 26}"/>'
                 f'<text class="mark-label" x="{at:.1f}" y="{label_y}" text-anchor="middle">'
-                f"{name} {_duration(value)}</text>"
+                f"p{percent} {_duration(value)}</text>"
             )
     return "".join([*parts, "</svg>"])
 

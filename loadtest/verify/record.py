@@ -17,6 +17,7 @@ from typing import Any
 
 from ...session.errors import ConfigError
 from ...session.key import CompatibilityKey
+from ..percentiles import percentile
 from ..redaction import without_secrets
 from .judge import Verdict
 from .verification import Case, Controlled, Findings, Options, advice
@@ -161,18 +162,11 @@ def recovery(cases: Sequence[Case]) -> dict[str, dict[str, float]]:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Count, p50, p90, p99 and the largest of some values: the least one that so many are not above."""
-    ordered = sorted(values)
-
-    def at(share: float) -> float:
-        return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
-
+    """Count, p50, p90, p99 and the largest of some values."""
     return {
-        "count": len(ordered),
-        "p50": at(0.5),
-        "p90": at(0.9),
-        "p99": at(0.99),
-        "max": ordered[-1] if ordered else 0.0,
+        "count": len(values),
+        **{f"p{percent}": round(percentile(values, percent), 3) for percent in (50, 90, 99)},
+        "max": round(max(values, default=0.0), 3),
     }
 
 

@@ -193,13 +193,6 @@ def test_a_client_that_began_again_drops_what_it_has_and_notices_another_answer(
 # ---- figures
 
 
-def test_percentiles_lie_between_ranks() -> None:
-    assert figures.percentile([4.0, 1.0, 3.0, 2.0], 50) == 2.5
-    assert figures.percentile([1.0], 99) == 1.0
-    assert figures.percentile([], 99) == 0.0
-    assert figures.percentile([float(i) for i in range(101)], 90) == 90.0
-
-
 def test_figures_are_over_whole_answers_and_failures_are_counted() -> None:
     records = [record(live(WANTED)), record(live(WANTED[:5], error={"message": "gone"}))]
     told = figures.throughput(records, 10.0)
