@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from ..session.errors import EngineError
-from .choices_report import Report
 from .dialects import openai, openai_edit
 from .dialects.openai_edit import Identity
+from .report import Report
 from .sse import Event, SseParser, encode_event
 
 _INDEX = re.compile(rb'((?<!\\)"choices"\s*:\s*\[\s*\{\s*"index"\s*:\s*)0(?=\s*[,}])')

@@ -20,12 +20,12 @@ from multidict import CIMultiDict
 from . import headers, problems
 from .choices import Part
 from .choices_merge import MergedStream, NotMergeable, merged_bodies
-from .choices_report import Report
 from .coordinator import Placement
 from .dialects import openai
 from .generation import Generation
 from .prompt_ask import graft_of, with_all_ids, with_part
 from .prompt_part import PromptPart, StreamGraft
+from .report import Report
 from .sse import encode_comment, encode_event
 from .stream import StreamHandler
 from .unary import UnaryHandler

@@ -38,6 +38,10 @@ class Outcome(StrEnum):
     REFUSED = "refused"
 
 
+# Of several takeovers the first of these is what a session came to.
+LEAST_EXACT_FIRST = (Outcome.REFUSED, Outcome.RESTARTED, Outcome.RECOMPUTED, Outcome.EXACT)
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """One attempt of a session on one worker.

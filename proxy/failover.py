@@ -8,9 +8,8 @@ import time
 from collections.abc import Sequence
 
 from ..session.errors import Refused
-from . import headers
 from .coordinator import Coordinator, Placement, Reason, SessionFacts
-from .report import report
+from .report import Report
 
 
 class Failover:
@@ -69,15 +68,9 @@ class Failover:
         self._gaps_s.append(gap_s)
         self._coordinator.resumed(self._facts, placement, gap_s)
 
-    def report(self) -> str:
-        """What happened, for a client that asked; call it when the stream is over."""
-        return report(self._coordinator.outcome(self._facts), self._gaps_s)
-
-    def report_headers(self) -> dict[str, str]:
-        """The same for an answer that is no stream."""
-        outcome = self._coordinator.outcome(self._facts)
-        name = outcome.value if outcome is not None else "undisturbed"
-        return {headers.OUTCOME: name, headers.TAKEOVERS: str(len(self._gaps_s))}
+    def report(self) -> Report:
+        """What happened, for a client that asked; call it when the answer is over."""
+        return Report.of_session(self._coordinator.outcome(self._facts), self._gaps_s)
 
     def ended(self, ending: str, tokens: int = 0) -> None:
         """The session is over."""

@@ -16,10 +16,11 @@ from multidict import CIMultiDict
 
 from ..session.errors import EngineError, Refused
 from . import headers, problems
-from .coordinator import Placement, Reason
+from .coordinator import Outcome, Placement, Reason
 from .generation import Generation
 from .problems import Problem
 from .progress import Beat, Progress
+from .report import Report
 from .splice import End, Step
 from .splicers import splicer_of
 from .sse import SseParser, encode_comment
@@ -257,7 +258,7 @@ class StreamHandler:
         if not self._closed:
             self._closed = True
             if self._generation.wants_report:
-                await response.write(encode_comment(self._failover.report()))
+                await response.write(encode_comment(str(self._failover.report())))
             await response.write_eof()
         return response
 
@@ -267,7 +268,7 @@ class StreamHandler:
             return problem.response(self._generation.request.headers, self._generation.request.path)
         await self._response.write(self._splicer.failing(problem.kind, problem.code, problem.message))
         if self._generation.wants_report:
-            await self._response.write(encode_comment("midstream outcome=refused"))
+            await self._response.write(encode_comment(str(Report(Outcome.REFUSED))))
         await self._response.write_eof()
         return self._response
 

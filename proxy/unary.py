@@ -75,7 +75,7 @@ class UnaryHandler:
         """Say in the headers what happened, to a client that asked."""
         self._generation.tell_session(answer.headers)
         if self._generation.wants_report:
-            answer.headers.update(self._failover.report_headers())
+            answer.headers.update(self._failover.report().headers())
 
     async def _attempt(self, placement: Placement) -> web.Response | _Lost:
         try:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from midstream.proxy.choices_merge import MergedStream, NotMergeable, merged_bodies, merged_usage
-from midstream.proxy.choices_report import Report
+from midstream.proxy.report import Report
 from midstream.proxy.sse import SseParser
 from midstream.session.errors import EngineError
 from support.answers import Answer, Voice, undisturbed
