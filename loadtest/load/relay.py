@@ -15,7 +15,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,18 @@ async def ask(folder: Path, port: int, request: dict[str, Any], *, timeout_s: fl
 
 
 class Relay:
-    """The wire: `cut_until_s` and `slow_until_s` say until when it is disturbed."""
+    """The wire: `cut_until_s` and `slow_until_s` say until when it is disturbed, by its clock."""
 
-    def __init__(self, upstream_port: int) -> None:
+    def __init__(
+        self,
+        upstream_port: int,
+        *,
+        now_s: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
         self._upstream_port = upstream_port
+        self._now_s = now_s
+        self._pause = pause
         self._writers: set[asyncio.StreamWriter] = set()
         self._cut_until_s = 0.0
         self._slow_until_s = 0.0
@@ -65,7 +73,7 @@ class Relay:
 
     async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection of the sidecar, to its end."""
-        if time.monotonic() < self._cut_until_s:
+        if self._now_s() < self._cut_until_s:
             writer.transport.abort()
             return
         try:
@@ -86,9 +94,9 @@ class Relay:
     async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, slowed: bool) -> None:
         with suppress(OSError):
             while piece := await reader.read(PIECE_BYTES):
-                if slowed and time.monotonic() < self._slow_until_s:
+                if slowed and (left_s := self._slow_until_s - self._now_s()) > 0:
                     pause_s = self._delay_s + (len(piece) / self._bytes_per_s if self._bytes_per_s else 0.0)
-                    await asyncio.sleep(min(pause_s, max(self._slow_until_s - time.monotonic(), 0.0)))
+                    await self._pause(min(pause_s, left_s))
                 writer.write(piece)
                 await writer.drain()
             if writer.can_write_eof():
@@ -98,7 +106,7 @@ class Relay:
         """One request for a fault."""
         try:
             told = json.loads(await reader.readline())
-            until_s = time.monotonic() + float(told["for_s"])
+            until_s = self._now_s() + float(told["for_s"])
             match told["op"]:
                 case "cut":
                     self._cut_until_s = until_s
