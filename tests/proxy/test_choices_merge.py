@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midstream.proxy.choices_merge import MergedStream, NotMergeable, merged_bodies, merged_usage
@@ -49,6 +49,7 @@ def said(raw: bytes, index: int) -> str:
 
 
 @pytest.mark.parametrize("chat", [False, True])
+@settings(deadline=None)
 @given(order=st.permutations([0] * 6 + [1] * 7 + [2] * 8))
 def test_however_choices_take_turns_each_says_what_it_says_alone(chat: bool, order: list[int]) -> None:
     merged = merger()
@@ -68,6 +69,7 @@ def test_however_choices_take_turns_each_says_what_it_says_alone(chat: bool, ord
     assert out.endswith(b"data: [DONE]\n\n")
 
 
+@settings(deadline=None)
 @given(sizes=st.lists(st.integers(1, 97), min_size=1, max_size=12))
 def test_how_bytes_are_split_does_not_matter(sizes: list[int]) -> None:
     whole, piecewise = merger(), merger()

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midstream.proxy.dialects.hiding import Hiding
@@ -109,6 +109,7 @@ def test_prompt_logprobs_are_put_where_either_api_has_them() -> None:
     assert json.loads(part.whole(encoded(chat), chat=True)) == chat | {"prompt_logprobs": PROMPT_LOGPROBS}
 
 
+@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 60), min_size=1, max_size=9),
     asked=st.booleans(),
