@@ -13,6 +13,7 @@ from midstream.session.ids import SessionId
 from midstream.session.marker import KvSource
 from midstream.session.records import Slot
 from midstream.sidecar import coordinator as module
+from midstream.sidecar import takeovers
 from midstream.sidecar.choice import Tier
 from midstream.sidecar.mover.protocol import MoverError, RestoreResult, StoredResult, VerifyResult
 from midstream.sidecar.mover.protocol import Reason as MoverReason
@@ -240,7 +241,7 @@ async def test_the_old_place_is_let_go_when_the_new_owner_has_written_a_token(ri
 async def test_a_place_is_not_lost_when_the_session_comes_back_to_its_own_epoch(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "SUSPECT_S", 0.0)
+    monkeypatch.setattr(takeovers, "SUSPECT_S", 0.0)
     first = rig.start("w0")
     placement = await rig.coordinator.admit(asked())
     first.admit(placement, 1, 2)
@@ -453,7 +454,7 @@ async def test_an_engine_that_never_reports_is_not_waited_for_for_ever(rig: Rig)
 async def test_a_session_without_any_worker_left_is_refused_once_and_counted(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "SUSPECT_S", 0.0)
+    monkeypatch.setattr(takeovers, "SUSPECT_S", 0.0)
     engine = rig.start("w0")
     placement = await rig.coordinator.admit(asked())
     engine.admit(placement, 1)
