@@ -1,7 +1,8 @@
 """Front end: a replay that comes token by token, where its text would come to other fields in one piece.
 
 With stop strings vLLM holds back the newest characters, so that a token's text comes with a later token's id. Parsers
-that go by ids (the end of thoughts) then cut the text elsewhere when all of it comes at once. Invariant: what the
+that go by ids (the end of thoughts) then cut the text elsewhere when all of it comes at once, and some parsers do not
+take that well. Elsewhere one piece is far cheaper, so it stays the rule. Invariant: what the
 replay put in is handed out piece by piece; once it is over, what follows is merged as ever, so nothing grows unbounded.
 """
 
@@ -13,10 +14,19 @@ from typing import Any
 
 
 def needs_pieces(sampling_params: Any) -> bool:
-    """Whether a request's text may come later than its tokens, and is streamed."""
+    """Whether a streamed request's text may come later than its tokens, or goes through a parser that minds the pieces.
+
+    A forced tool call (a grammar, that is) was seen to end in an internal error of its parser when it came at once, and
+    thoughts that a budget ended to begin the answer elsewhere.
+    """
     from vllm.sampling_params import RequestOutputKind
 
-    return bool(sampling_params.stop) and sampling_params.output_kind == RequestOutputKind.DELTA
+    minds = (
+        bool(sampling_params.stop)
+        or getattr(sampling_params, "structured_outputs", None) is not None
+        or getattr(sampling_params, "thinking_token_budget", None) is not None
+    )
+    return minds and bool(sampling_params.output_kind == RequestOutputKind.DELTA)
 
 
 @contextmanager
