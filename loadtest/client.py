@@ -12,6 +12,10 @@ from typing import Any
 
 import aiohttp
 
+# The sidecar's own headers: its name for a session, the wish for a report, and how exact an answer has to be.
+SESSION_HEADER = "X-Midstream-Session"
+REPORT_HEADER = "X-Midstream-Report"
+POLICY_HEADER = "X-Midstream-Policy"
 EVENT_BYTES_MAX = 8 << 20
 HALF = "\ufffd"
 
@@ -90,7 +94,7 @@ async def read_stream(
     try:
         async with http.post(url, json=asked, headers=headers) as response:
             answer.status = response.status
-            answer.session = response.headers.get("X-Midstream-Session", "")
+            answer.session = response.headers.get(SESSION_HEADER, "")
             if response.status != 200:
                 answer.error = {"status": response.status, "body": (await response.text())[:2000]}
                 return answer

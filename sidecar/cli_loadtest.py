@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import shutil
 import signal
 import sys
 import time
@@ -12,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from ..session.errors import ConfigError
+from .cli_engines import assigned, require_command
 from .cli_options import AsJson, Assignments
+from .environments import Progress
 
 if TYPE_CHECKING:
     from ..loadtest.load.run import LoadTest
 
-_PROGRESS_EVERY_S = 10.0
 # Where midstream itself brings interrupted answers to their end.
 _KEEP_TOKENS = ("kv", "url", "recompute")
 
@@ -158,7 +158,7 @@ def loadtest(
         controls=controls or 1,
         limit_s=limit,
         silence_s=silence,
-        settings=_settings(assignments),
+        settings=assigned(assignments),
     )
     folder = out if out != Path(".") else Path(time.strftime("loadtest-%Y%m%d-%H%M%S"))
     output.prepare(folder)
@@ -220,8 +220,8 @@ def _require_one_place(command: list[str] | None, url: str, *, has_faults: bool)
         raise ConfigError("name an engine's command after --, or a running sidecar with --url (one of the two)")
     if url and has_faults:
         raise ConfigError("--url: no faults are done to what others have started; leave --kills and --faults out")
-    if command and shutil.which(command[0]) is None:
-        raise ConfigError(f"{command[0]}: no such command on the path; give its full path")
+    if command:
+        require_command(command)
 
 
 def _refuse_beside_url(**given: object) -> None:
@@ -253,16 +253,6 @@ def _object(text: str) -> dict[str, Any]:
     return told
 
 
-def _settings(assignments: list[str] | None) -> dict[str, str]:
-    settings = {}
-    for text in assignments or ():
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {text!r}: expected KEY=VALUE")
-        settings[name] = value
-    return settings
-
-
 def _show(summary: dict[str, Any], written: list[Path]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -283,25 +273,10 @@ def _show(summary: dict[str, Any], written: list[Path]) -> None:
     console.print("\n".join(str(path) for path in written), markup=False)
 
 
-class _Progress:
-    """One changing line on a terminal, else a line now and then; to standard error."""
-
-    def __init__(self) -> None:
-        self._is_terminal = sys.stderr.isatty()
-        self._told_s = 0.0
-
-    def __call__(self, text: str) -> None:
-        if self._is_terminal:
-            print(f"\r\x1b[K{text[:118]}", end="", file=sys.stderr, flush=True)
-        elif time.monotonic() - self._told_s >= _PROGRESS_EVERY_S:
-            self._told_s = time.monotonic()
-            print(text, file=sys.stderr, flush=True)
+class _Progress(Progress):
+    """The changing line, and above it lines that stay."""
 
     def line(self, text: str) -> None:
         """A line that stays."""
-        print(f"\r\x1b[K{text}" if self._is_terminal else text, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Leave the changing line."""
-        if self._is_terminal:
-            print(file=sys.stderr)
+        self.close()
+        print(text, file=sys.stderr, flush=True)

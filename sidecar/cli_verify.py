@@ -6,7 +6,6 @@ runs on is `verify_bench.py`, what is shown `verify_screen.py`: both are importe
 
 import asyncio
 import json
-import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import typer
 from ..loadtest.verify.cuts import Way
 from ..loadtest.verify.prompts import MAX_TOKENS, built_in, read_prompts
 from ..session.errors import ConfigError
+from .cli_engines import assigned, require_command
 from .cli_options import AsJson, Assignments
 from .config import default_state_dir, parse_worker
 
@@ -159,12 +159,7 @@ def _engines(
         )
     from .verify_bench import SETTINGS, Engines
 
-    settings = dict(SETTINGS)
-    for text in assignments:
-        name, separator, value = text.partition("=")
-        if not separator:
-            raise ConfigError(f"--set {text}: expected KEY=VALUE")
-        settings[name] = value
+    settings = {**SETTINGS, **assigned(assignments)}
     if workers:
         if len(workers) < 2:
             raise ConfigError("one worker has nobody to hand a session to; name two or more with --worker")
@@ -172,10 +167,7 @@ def _engines(
         return Engines((), tuple(beside), Path(state_dir or default_state_dir()), settings)
     if state_dir is not None:
         raise ConfigError("--state-dir goes with --worker; a sidecar of verify's own has a folder of its own")
-    if shutil.which(command[0]) is None:
-        raise ConfigError(
-            f"{command[0]}: no such command on the path; activate the engine's environment or give its path"
-        )
+    require_command(command)
     return Engines(tuple(command), (), None, settings)
 
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from ..client import Answer, read_stream
+from ..client import SESSION_HEADER, Answer, read_stream
 from .live import Live
 
-SESSION_HEADER = "X-Midstream-Session"
 RETRIES_MAX = 200
 RETRY_FIRST_S = 0.05
 RETRY_MOST_S = 1.0

@@ -19,12 +19,10 @@ import aiohttp
 import psutil
 
 from ...session.errors import EngineError
+from ..client import POLICY_HEADER, REPORT_HEADER
 from ..harness import POLL_S
 from .fault_plan import Plan
 from .sender import Route
-
-REPORT_HEADER = "X-Midstream-Report"
-POLICY_HEADER = "X-Midstream-Policy"
 
 
 class Strategy(StrEnum):

@@ -18,7 +18,7 @@ import aiohttp
 from ...session.errors import EngineError, Refused
 from ...session.ids import SessionId, session_id
 from ..aim import Shot, kill_at, target
-from ..client import Answer, read_stream
+from ..client import POLICY_HEADER, REPORT_HEADER, Answer, read_stream
 from ..harness import SidecarProcess, Victim
 from .cuts import Way
 from .judge import Interruption, Reading
@@ -33,7 +33,7 @@ SNAPSHOT_TRIES = 20
 LOG_LINES_MAX = 20
 LOG_LINE_MAX = 500
 SNAPSHOT_PAUSE_S = 0.01
-_REPORT = {"X-Midstream-Report": "1"}
+_REPORT = {REPORT_HEADER: "1"}
 # What the operator's socket says of a session that is over; all else that it refuses, it would refuse again.
 _LATE = ("ended", "no_session", "busy", "no_snapshot", "session", "finished", "gone", "table")
 
@@ -104,7 +104,7 @@ class Runner:
         self, prompt: Prompt, on_tokens: Callable[[Answer], Any] | None = None, *, policy: str | None = None
     ) -> Answer:
         """The answer as a hostile client reads it; one without an end is broken. EngineError if the sidecar is gone."""
-        headers = dict(_REPORT) if policy is None else {**_REPORT, "X-Midstream-Policy": policy}
+        headers = dict(_REPORT) if policy is None else {**_REPORT, POLICY_HEADER: policy}
         url = self.sidecar.url + prompt.path
         try:
             async with asyncio.timeout(ANSWER_S):

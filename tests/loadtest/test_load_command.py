@@ -54,6 +54,7 @@ def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         (["--rate", "0", *ENGINE], "--rate: 0 is out of range"),
         (["--rate", "nan", *ENGINE], "--rate: nan is out of range"),
         (["--set", "x", *ENGINE], "expected KEY=VALUE"),
+        (["--set", "proxy.stall_flour_s=5", *ENGINE], "unknown setting"),
         (["--arrivals", "nowhere", *ENGINE], "nowhere: cannot be read"),
         (["--dataset", "nowhere", *ENGINE], "nowhere: cannot be read"),
         (["--faults", "nowhere", *ENGINE], "nowhere: cannot be read"),

@@ -38,6 +38,7 @@ def own_signals() -> Iterator[None]:
         (("--record", "/no/such/folder/r.json", "--", "true"), "/no/such/folder"),
         (("--html", "/no/such/folder/r.html", "--", "true"), "/no/such/folder"),
         (("--set", "nothing", "--", "true"), "KEY=VALUE"),
+        (("--set", "proxy.stall_flour_s=5", "--", "true"), "unknown setting"),
         (("--controls", "1", "--", "true"), "controls"),
         (("--kills", "2", "--", "true"), "kills"),
         (("--ways", "move", "--kills", "0.5", "--", "true"), "--ways has no kill"),
