@@ -30,9 +30,9 @@ CHOICES = [
     "the slow red fox jumps over the lazy dog and falls asleep",
 ]
 _WEATHER_CALL = (
-    r"<tool_call>\{\"name\": \"get_weather\", \"arguments\": \{\"city\": \"[A-Z][a-z]{4,9}\"\}\}</tool_call>"
+    r"<tool_call>\{\"name\": \"get_weather\", \"arguments\": \{\"city\": \"[A-Z][a-z]{14,19}\"\}\}</tool_call>"
 )
-_TIME_CALL = r"<tool_call>\{\"name\": \"get_time\", \"arguments\": \{\"zone\": \"[A-Z][a-z]{4,9}\"\}\}</tool_call>"
+_TIME_CALL = r"<tool_call>\{\"name\": \"get_time\", \"arguments\": \{\"zone\": \"[A-Z][a-z]{14,19}\"\}\}</tool_call>"
 # What a model that calls two tools after each other says, in the words that the parser knows.
 TWO_CALLS = rf"Sure, wait\. {_WEATHER_CALL}\n{_TIME_CALL}"
 
@@ -127,7 +127,10 @@ FEATURES: tuple[Feature, ...] = (
     _chat("ignore_eos", "Say hi.", ignore_eos=True),
     _chat("stop, include_stop_str_in_output", stop=[" was"], include_stop_str_in_output=True, min_tokens=24),
     _chat("stop_token_ids", stop_token_ids=[260], min_tokens=24),
-    _chat("repetition_detection", ignore_eos=True, repetition_detection={"max_pattern_size": 30, "min_count": 2}),
+    _chat(
+        "repetition_detection", ignore_eos=True, repetition_detection={"max_pattern_size": 30, "min_count": 2},
+        alone=True,
+    ),
     _chat("JSON schema", "Describe a person as JSON.", max_tokens=80, response_format=_schema(PERSON)),
     _chat("JSON object", "Describe a person as JSON.", response_format={"type": "json_object"}),
     _chat("regex", "Numbers.", structured_outputs={"regex": "([0-9]{3}-){12}"}),
@@ -140,7 +143,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     _chat("tool call, required", "Weather?", tools=[WEATHER, TIME], tool_choice="required", max_tokens=90),
     _chat(
-        "tool calls, two", "Weather?", cuts=(32, 55), tools=[WEATHER, TIME], tool_choice="auto", max_tokens=90,
+        "tool calls, two", "Weather?", cuts=(28, 52), tools=[WEATHER, TIME], tool_choice="auto", max_tokens=130,
         structured_outputs={"regex": TWO_CALLS},
     ),
     _chat(
@@ -170,7 +173,7 @@ FEATURES: tuple[Feature, ...] = (
         messages=[{"role": "user", "content": STORY}, {"role": "assistant", "content": "Once"}],
         continue_final_message=True, add_generation_prompt=False,
     ),
-    _chat("names by id", logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True),
+    _chat("names by id", logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True, alone=True),
     replace(_chat("from disk", temperature=0.9, seed=12, cuts=(25,)), tier="disk"),
     _chat("two moves", temperature=0.9, seed=11, cuts=(9, 22)),
     _chat("unseeded", temperature=0.9, alone=True),

@@ -67,7 +67,7 @@ CASES = {
     "message": message(1, 8, 12, 13, 14, 15, 40),
     "message that calls a tool": message(5, 14, 22, 26, max_tokens=90, **MESSAGE_TOOLS),
     "message in a schema": message(10, 17, 25, **MESSAGE_SCHEMA),
-    "message with a stop sequence": message(3, 16, stop_sequences=["whatever", "spell"]),
+    "message with a stop sequence": message(3, 12, stop_sequences=["whatever", "spell"]),
     "hidden": hidden(1, 10, 14, 30, stream_options={"include_usage": True}),
 }
 

@@ -179,11 +179,14 @@ def test_nobody_can_tell_a_moved_answer_from_an_undisturbed_one(
         assert case.moved.fields == case.plain.fields
     else:
         assert differences(case.plain, case.moved, within=_within(feature)) == []
-    assert [(o["reason"], o["outcome"]) for o in case.outcomes] == [("move", feature.outcome)] * len(feature.cuts)
+    # One whose old owner has written the whole answer before its KV was copied is taken up again, for its ending.
+    came_to = [o for o in case.outcomes if o["outcome"] != "interrupted"]
+    assert [(o["reason"], o["outcome"]) for o in came_to] == [("move", feature.outcome)] * len(feature.cuts)
     if feature.outcome == "exact":
         # Nothing but the newest token's KV was computed again.
-        kv = [(o["tier"], o["tokens_recomputed"]) for o in case.outcomes]
-        assert kv == [(feature.tier, 1)] * len(feature.cuts), case.outcomes
+        for one in came_to:
+            ended = one["tier"] == "journal" and one["tokens_recomputed"] == 0
+            assert ended or (one["tier"], one["tokens_recomputed"]) == (feature.tier, 1), case.outcomes
     if feature.tier == "disk":
         assert case.outcomes[0]["lag"] > 0, case.outcomes
     if feature.stream:
