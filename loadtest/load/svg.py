@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from ..drawing import LogAxis, frame
 from ..percentiles import percentile
 from .series import POINTS_MAX
 
@@ -36,12 +37,9 @@ def distributions(series: Mapping[str, Sequence[float]], unit: str) -> str:
         return "<p class=note>None.</p>"
     low = math.floor(math.log10(min(values[0] for values in found.values())))
     high = max(math.ceil(math.log10(max(values[-1] for values in found.values()))), low + 1)
-
-    def x(value: float) -> float:
-        return LEFT + (math.log10(value) - low) / (high - low) * (WIDTH - LEFT - RIGHT)
-
+    x = LogAxis(LEFT, WIDTH - RIGHT, low, high).at
     height = TOP + ROW * len(found) + BOTTOM
-    parts = [_open(height)]
+    parts = [_open(height, f"Distributions, {unit}")]
     for power in range(low, high + 1):
         at = x(10**power)
         parts.append(_line(at, TOP, at, height - BOTTOM, "#dde2ea"))
@@ -72,7 +70,7 @@ def curves(points: Sequence[tuple[float, float]], marks: Sequence[Mark], x_unit:
     def at(x: float, y: float) -> tuple[float, float]:
         return LEFT + x / x_max * (WIDTH - LEFT - RIGHT), TOP + CURVE_HEIGHT * (1 - y / y_max)
 
-    parts = [_open(height)]
+    parts = [_open(height, f"{y_unit} over {x_unit}")]
     for share in (0.0, 0.5, 1.0):
         _, y = at(0, y_max * share)
         parts.append(_line(LEFT, y, WIDTH - RIGHT, y, "#dde2ea"))
@@ -90,8 +88,8 @@ def curves(points: Sequence[tuple[float, float]], marks: Sequence[Mark], x_unit:
     return "".join([*parts, "</svg>"])
 
 
-def _open(height: float) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {height:g}" width="100%" role="img" font-size="12" fill="#1c2330">'
+def _open(height: float, label: str) -> str:
+    return frame(WIDTH, height, label, 'width="100%" font-size="12" fill="#1c2330"')
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:

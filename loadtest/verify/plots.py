@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from ..drawing import LogAxis, frame
 from ..percentiles import percentile
 
 SIGNS = {
@@ -70,8 +71,10 @@ def gaps(by_way: Mapping[str, Sequence[float]]) -> str:
     left, right, lane = 70, 700, 90
     height = 30 + lane * len(by_way) + 34
 
+    axis = LogAxis(left, right, low, high)
+
     def x(value: float) -> float:
-        return left + (math.log10(max(value, 1.0)) - low) / (high - low) * (right - left)
+        return axis.at(max(value, 1.0))
 
     parts = [_open(right + 60, height, "Recovery times by way")]
     for tick in _ticks(low, high):
@@ -100,11 +103,8 @@ def gaps(by_way: Mapping[str, Sequence[float]]) -> str:
     return "".join([*parts, "</svg>"])
 
 
-def _open(width: float, height: float, title: str) -> str:
-    return (
-        f'<svg viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" role="img" aria-label="{escape(title)}" '
-        'xmlns="http://www.w3.org/2000/svg">'
-    )
+def _open(width: int, height: int, label: str) -> str:
+    return frame(width, height, label, f'width="{width}"')
 
 
 def _bounds(least: float, most: float) -> tuple[float, float]:
