@@ -160,4 +160,5 @@ async def test_a_worker_that_dies_while_it_takes_a_session_up_leaves_it_to_the_n
         outcomes = (await told(rig, http, session))["outcomes"]
     assert [o["outcome"] for o in outcomes] == ["interrupted", "exact"], outcomes
     assert outcomes[-1]["tokens_recomputed"] == 1, outcomes
-    require_same([case], wanted, [got], takeovers=2)
+    # A takeover that came to nothing is no pause of its own: the client has had one.
+    require_same([case], wanted, [got], takeovers=1)
