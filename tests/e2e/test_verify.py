@@ -66,7 +66,8 @@ def test_every_interrupted_answer_is_identical_every_planted_fault_is_found_and_
     assert body["mismatches_planted_found"] == 3
     assert {plant["fault"] for plant in body["plants"]} == {"flipped-bit", "shifted-cut", "dropped-penalties"}
     assert set(body["recovery_ms"]) == {"kill", "move", "disk"}
-    assert {run["tier"] for run in body["runs"]} == {"held", "disk"}
+    # An answer that was over before its KV was copied has its ending from the journal.
+    assert {"held", "disk"} <= {run["tier"] for run in body["runs"]} <= {"held", "disk", "journal"}
     assert body["kills"] == 2
     assert all(run["killed"] for run in body["runs"] if run["way"] == "kill")
     assert json.loads(record.read_text()) == body
