@@ -79,8 +79,8 @@ async def test_choices_of_killed_workers_go_on_at_the_exact_token(
     assert got.in_order == before.in_order
     assert got.counts == before.counts
     assert got.report[0] == "exact"
-    # A takeover that came to nothing, because the second worker died in it, is no pause of its own.
-    assert got.report[1] >= 2
+    # Choices that were through when their worker died had no pause, nor is a takeover that came to nothing one.
+    assert got.report[1] >= 1
 
 
 async def test_one_choice_can_be_moved_by_itself(shared: Sidecar, http: aiohttp.ClientSession) -> None:
