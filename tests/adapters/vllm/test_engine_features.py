@@ -56,7 +56,8 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     folder = with_thinking_tokens(Path(model), tmp_path_factory.mktemp("model") / "thinking")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(MODEL_VARIABLE, str(folder))
-        rig = Rig(*OPTIONS, workers=2)
+        # Many cases share two cores: how long a copy takes is not what is tested here.
+        rig = Rig(*OPTIONS, workers=2, settings={"restore.load_timeout_s": 60})
     rig.sidecar.store = tmp_path_factory.mktemp("store")
     try:
         rig.start()
