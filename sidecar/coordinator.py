@@ -151,9 +151,7 @@ class SidecarCoordinator:
 
     def journaled(self, facts: SessionFacts, placement: Placement) -> int:
         """How many outputs the owner's engine has journaled."""
-        owner = self._records[facts.session].owner
-        slot = owner.slot()
-        return 0 if slot is None else len(owner.journal(slot))
+        return len(self._records[facts.session].owner.journaled())
 
     def gave_up(self, facts: SessionFacts, placement: Placement) -> bool:
         """Whether the owner's engine noted in its arena that it did not finish the request."""

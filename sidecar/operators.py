@@ -65,7 +65,7 @@ class Operators:
         if tier is Tier.DISK and not await self._kv.stored(record):
             raise Refused("no_snapshot", f"session {session}: nothing of it is stored; take a snapshot first")
         deadline = time.monotonic() + WAIT_S
-        while (count := len(_journal(record))) < at:
+        while (count := len(record.owner.journaled())) < at:
             if session not in self._records:
                 raise Refused("ended", f"session {session} ended before {at} tokens")
             if time.monotonic() > deadline:
@@ -113,7 +113,7 @@ class Operators:
                     raise Refused("busy", f"session {session} is being taken up; ask again when it goes on")
                 await asyncio.sleep(LOOK_EVERY_S)
         if session in self._records:
-            outputs, slot = _journal(record), record.owner.slot()
+            outputs, slot = record.owner.journaled(), record.owner.slot()
             # Its engine writes on meanwhile: an ending is that of these outputs only if there are no more.
             ended = slot is not None and record.owner.journal(slot) == outputs
             return record.facts, outputs, slot.finish if slot is not None and ended else "", record.owner
@@ -141,8 +141,3 @@ def _goes_on(record: Record) -> bool:
     slot = record.owner.slot()
     has_own = slot is not None and len(record.owner.journal(slot)) > slot.resumed
     return record.tracker.state is SessionState.RUNNING or has_own
-
-
-def _journal(record: Record) -> tuple[int, ...]:
-    slot = record.owner.slot()
-    return record.owner.journal(slot) if slot is not None else ()

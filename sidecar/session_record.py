@@ -41,6 +41,11 @@ class Place:
         """What was journaled there."""
         return () if self.epoch.arena is None else tuple(self.epoch.arena.journal(slot))
 
+    def journaled(self) -> tuple[int, ...]:
+        """What was journaled there so far; nothing where the session has no record."""
+        slot = self.slot()
+        return () if slot is None else self.journal(slot)
+
 
 @dataclass(frozen=True, slots=True)
 class Wish:

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 
-from ..proxy.coordinator import Outcome
+from ..proxy.coordinator import LEAST_EXACT_FIRST, Outcome
 from ..session.records import Slot
 from .metrics import Metrics
 from .session_record import Place, Record, has_kv, has_only_replayed, has_settled, outcome_of
@@ -17,7 +17,6 @@ from .workers import Workers
 _LOG = logging.getLogger("midstream.coordinator")
 
 LOOK_EVERY_S = 0.01
-LEAST_EXACT_FIRST = (Outcome.REFUSED, Outcome.RESTARTED, Outcome.RECOMPUTED, Outcome.EXACT)
 
 
 class Settling:

@@ -2,13 +2,12 @@
 
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
 
 import aiohttp
 import pytest
 import pytest_asyncio
 
-from support.sidecars import MODEL_VARIABLE, PYTHON_VARIABLE, Sidecar, engine_command
+from support.sidecars import MODEL_VARIABLE, PYTHON_VARIABLE, Sidecar, engine_command, sidecars_started
 
 
 @pytest.fixture(scope="session")
@@ -38,15 +37,8 @@ def kept(command: list[str]) -> Iterator[Callable[[], Sidecar]]:
 @pytest.fixture
 def start(command: list[str]) -> Iterator[Callable[..., Sidecar]]:
     """Starts sidecars for one test alone; options are those of `Sidecar`, among them another `command`."""
-    started: list[Sidecar] = []
-
-    def start(**options: Any) -> Sidecar:
-        started.append(Sidecar(**{"command": command, **options}))
-        return started[-1].start()
-
-    yield start
-    for sidecar in started:
-        sidecar.stop()
+    with sidecars_started(command) as start:
+        yield start
 
 
 @pytest.fixture(params=["kept", "fresh"])

@@ -100,16 +100,23 @@ class ScriptedEngine:
         headers = {"X-Engine": self.name, "X-Path": request.raw_path}
         return web.Response(body=raw, headers=headers, content_type="application/octet-stream")
 
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
+    async def _begin(self, request: web.Request) -> tuple[Script, Seen, web.Response | None]:
+        """Take a request in, under the next script; with an answer if that one refuses it."""
         script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
         raw = await request.read()
-        body = json.loads(raw)
-        seen = Seen(CIMultiDict(request.headers), body, raw)
+        seen = Seen(CIMultiDict(request.headers), json.loads(raw), raw)
         self.seen.append(seen)
         if script.drops_request:
             _kill(request)
-        if script.status != 200:
-            return web.Response(status=script.status, body=script.body, content_type="application/json")
+        if script.status == 200:
+            return script, seen, None
+        return script, seen, web.Response(status=script.status, body=script.body, content_type="application/json")
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        script, seen, refusal = await self._begin(request)
+        if refusal is not None:
+            return refusal
+        body = seen.body
         voice = self._voice(request, body)
         marker = (body.get("kv_transfer_params") or {}).get("midstream") or {}
         try:

@@ -9,11 +9,10 @@ import json
 from typing import Any
 
 from aiohttp import web
-from multidict import CIMultiDict
 
 from .answers import Answer
 from .event_answers import EventAnswer, Told, messages_events, responses_events, whole_message, whole_response
-from .scripted import Fate, Script, ScriptedEngine, Seen, _kill
+from .scripted import Fate, Script, ScriptedEngine, _kill
 
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
@@ -41,15 +40,10 @@ class EventEngine(ScriptedEngine):
         return await super()._echo(request)
 
     async def _speak(self, request: web.Request) -> web.StreamResponse:
-        script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
-        raw = await request.read()
-        body = json.loads(raw)
-        seen = Seen(CIMultiDict(request.headers), body, raw)
-        self.seen.append(seen)
-        if script.drops_request:
-            _kill(request)
-        if script.status != 200:
-            return web.Response(status=script.status, body=script.body, content_type="application/json")
+        script, seen, refusal = await self._begin(request)
+        if refusal is not None:
+            return refusal
+        body = seen.body
         marker = (body.get("kv_transfer_params") or {}).get("midstream") or {}
         try:
             if body.get("stream"):

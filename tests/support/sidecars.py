@@ -9,7 +9,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,20 @@ class Sidecar:
             if mark in environ or any(mark in word for word in process.info["cmdline"]):
                 found.append(process)
         return found
+
+
+@contextmanager
+def sidecars_started(command: Sequence[str]) -> Iterator[Callable[..., Sidecar]]:
+    """A way to start sidecars, all of which are stopped at the end; options are those of `Sidecar`."""
+    started: list[Sidecar] = []
+
+    def start(**options: Any) -> Sidecar:
+        started.append(Sidecar(**{"command": command, **options}))
+        return started[-1].start()
+
+    yield start
+    for sidecar in started:
+        sidecar.stop()
 
 
 async def until(

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
 
 import aiohttp
 import pytest
@@ -10,7 +9,7 @@ import pytest_asyncio
 
 from midstream.sidecar.control_client import ControlClient
 from support.moving import Stage
-from support.sidecars import MODEL, MODEL_VARIABLE, PYTHON_VARIABLE, Sidecar, engine_command
+from support.sidecars import MODEL, MODEL_VARIABLE, PYTHON_VARIABLE, Sidecar, engine_command, sidecars_started
 
 
 @pytest.fixture(scope="session")
@@ -34,15 +33,8 @@ def sidecar(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Ite
 @pytest.fixture
 def start(command: list[str]) -> Iterator[Callable[..., Sidecar]]:
     """Starts sidecars for one test alone; options are those of `Sidecar`."""
-    started: list[Sidecar] = []
-
-    def start(**options: Any) -> Sidecar:
-        started.append(Sidecar(**{"command": command, **options}))
-        return started[-1].start()
-
-    yield start
-    for sidecar in started:
-        sidecar.stop()
+    with sidecars_started(command) as start:
+        yield start
 
 
 @pytest_asyncio.fixture
