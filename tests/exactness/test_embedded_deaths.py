@@ -143,7 +143,8 @@ async def test_both_workers_die_at_once_and_the_first_that_is_back_goes_on(stage
         for each in await stage.process.workers(stage.http):
             kill(each)
         got = await request.answer
-        assert await names(request) == ["exact"]
+        # The second one may be found dead only when the session was already given to it.
+        assert await names(request) in (["exact"], ["interrupted", "exact"])
     require_equal(got, wanted)
 
 

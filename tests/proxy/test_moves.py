@@ -11,12 +11,15 @@ from support.proxying import proxied
 from support.scripted import Fate, Script, ScriptedCoordinator, ScriptedEngine
 
 ANSWER = Answer.words(8)
+# Long enough in writing the rest for a look at what is kept, which the end of the answer would end.
+SLOW = Script(gap_s=0.5)
 
 
-def moving() -> ScriptedCoordinator:
-    """A worker that would never end, and one that takes over."""
+def moving(then: Script | None = None) -> ScriptedCoordinator:
+    """A worker that would never end, and one that takes over and does what `then` says."""
     stalls = Script(at=3, fate=Fate.STALLS)
-    return ScriptedCoordinator(ScriptedEngine(ANSWER, stalls, name="a"), ScriptedEngine(ANSWER, name="b"))
+    second = ScriptedEngine(ANSWER, then or Script(), name="b")
+    return ScriptedCoordinator(ScriptedEngine(ANSWER, stalls, name="a"), second)
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -27,7 +30,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 async def test_a_stream_goes_on_elsewhere_while_its_old_request_is_kept() -> None:
-    coordinator = moving()
+    coordinator = moving(SLOW)
     old = coordinator.engines[0]
     async with proxied(coordinator) as client:
         coordinator.fetched = asyncio.get_running_loop().create_future()
@@ -44,8 +47,8 @@ async def test_a_stream_goes_on_elsewhere_while_its_old_request_is_kept() -> Non
 
 
 async def test_an_unstreamed_request_is_kept_although_it_has_no_answer_yet() -> None:
-    slow = Script(gap_s=60)
-    coordinator = ScriptedCoordinator(ScriptedEngine(ANSWER, slow, name="a"), ScriptedEngine(ANSWER, name="b"))
+    never = Script(gap_s=60)
+    coordinator = ScriptedCoordinator(ScriptedEngine(ANSWER, never, name="a"), ScriptedEngine(ANSWER, SLOW, name="b"))
     old = coordinator.engines[0]
     async with proxied(coordinator) as client:
         coordinator.fetched = asyncio.get_running_loop().create_future()

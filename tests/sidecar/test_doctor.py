@@ -90,7 +90,11 @@ def test_an_interpreter_without_an_engine_finds_the_plugin_all_the_same() -> Non
     assert found["engine"] is Verdict.FAIL
 
 
-def test_an_interpreter_without_midstream_will_do_for_run_and_not_for_serve(tmp_path: Path) -> None:
+def test_an_interpreter_without_midstream_will_do_for_run_and_not_for_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Where engines are tested, the plugin's folder is on the path of everything that tests start.
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     python = tmp_path / "python"
     # The interpreter of this environment, but without its site-packages.
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')

@@ -6,6 +6,7 @@ A start of vLLM is what costs time here: all cases share two workers, that think
 import asyncio
 import json
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -118,7 +119,8 @@ async def test_an_answer_that_is_moved_at_any_token_is_the_undisturbed_one(
     answers = await asyncio.gather(*(moved(rig, http, case, cut) for cut in case.cuts))
     for cut, heard in zip(case.cuts, answers, strict=True):
         require_same(name, heard, plain)
-        assert "outcome=exact takeovers=1" in heard.report, (cut, heard.report)
+        # A second one where the old worker wrote the end before the new one had the KV.
+        assert re.search(r"outcome=exact takeovers=[12]\b", heard.report), (cut, heard.report)
 
 
 async def test_all_of_them_go_on_after_one_kill(rig: Rig, http: aiohttp.ClientSession, plain: dict[str, Heard]) -> None:
