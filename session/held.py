@@ -1,8 +1,9 @@
-"""Host pools and the client of the holder that keeps them (docs/formats.md).
+"""Host pools, descriptors of pools, and the client of the holder that keeps them (docs/formats.md).
 
-Owns the making, mapping and rescuing of pools in host memory, and one short exchange with the holder per call: there is
-no connection to lose, so a holder that was restarted needs nothing of its clients. Every wait is bounded. Standard
-library only: engine plugins import it. It does not know what is in a pool; that is `layout.py`.
+Owns the making and mapping of pools in host memory, what can be told of any pool's descriptor without CUDA, its rescue,
+and one short exchange with the holder per call: there is no connection to lose, so a holder that was restarted needs
+nothing of its clients. Every wait is bounded. Standard library only: engine plugins import it. It does not know what is
+in a pool (`layout.py`), and maps none on a GPU (`vram.py`).
 """
 
 import fcntl
@@ -10,15 +11,19 @@ import json
 import mmap
 import os
 import socket
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .errors import PoolError
+from .layout import HOST
 
 MESSAGE_BYTES_MAX = 64 * 1024
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+# The same on all architectures; Python has no function for it.
+PIDFD_GETFD = 438
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +83,68 @@ def map_pool(fd: int, size_bytes: int) -> mmap.mmap:
         raise PoolError(f"cannot map a pool of {size_bytes} bytes: {error}; free address space or memory") from error
 
 
-def rescue(pid: int, fd_number: int) -> int:
+def check_device_pool(fd: int) -> None:
+    """Raise PoolError if `fd` can be no descriptor of device memory, as far as a process without CUDA can tell.
+
+    Whose memory it is and how much of it only the driver knows: it says so to whoever maps it. What this keeps out are
+    files and memfds that were announced as something else.
+    """
+    try:
+        kind = stat.S_IFMT(os.fstat(fd).st_mode)
+        target = os.readlink(f"/proc/self/fd/{fd}")
+    except OSError as error:
+        raise PoolError(f"the descriptor is not a pool ({error.strerror}); pass one that CUDA exported") from error
+    of_driver = kind == stat.S_IFCHR and os.path.basename(target).startswith("nvidia")
+    # The kernel's nameless files have no type at all.
+    if not of_driver and not (kind == 0 and target.startswith("anon_inode:")):
+        raise PoolError(f"{target:.80} is no device memory; announce it as what it is, or pass what CUDA exported")
+
+
+def rescue(pid: int, fd_number: int, memory: str = HOST) -> int:
     """A descriptor of its own for a pool that process `pid` still has open as `fd_number`.
 
     For pools whose holder was killed: the owner still maps them, so the memory is there. Raises PoolError.
     """
     try:
-        fd = os.open(f"/proc/{pid}/fd/{fd_number}", os.O_RDWR | os.O_CLOEXEC)
+        # What CUDA exported is bound to that very open file, so it cannot be opened again. What can be, should: it asks
+        # for fewer rights.
+        fd = _reopened(pid, fd_number) if memory == HOST else _duplicated(pid, fd_number)
+    except PermissionError as error:
+        raise PoolError(
+            f"pool at descriptor {fd_number} of process {pid}: {error.strerror}; run the sidecar as the engine's user, "
+            "and with CAP_SYS_PTRACE (or kernel.yama.ptrace_scope = 0) where the pool lies on a GPU"
+        ) from error
     except OSError as error:
         raise PoolError(
             f"pool at descriptor {fd_number} of process {pid}: {error.strerror}; "
             "its owner is gone, so its sessions go on from disk or from the journal"
         ) from error
     try:
-        check_pool(fd, 1)
+        if memory == HOST:
+            check_pool(fd, 1)
+        else:
+            check_device_pool(fd)
     except PoolError:
         os.close(fd)
         raise
+    return fd
+
+
+def _reopened(pid: int, fd_number: int) -> int:
+    return os.open(f"/proc/{pid}/fd/{fd_number}", os.O_RDWR | os.O_CLOEXEC)
+
+
+def _duplicated(pid: int, fd_number: int) -> int:
+    import ctypes
+
+    process = os.pidfd_open(pid)
+    try:
+        fd = int(ctypes.CDLL(None, use_errno=True).syscall(PIDFD_GETFD, process, fd_number, 0))
+        if fd < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    finally:
+        os.close(process)
+    # The kernel has set close-on-exec.
     return fd
 
 

@@ -1,12 +1,14 @@
 """Where the blocks of a pool lie, in bytes: what an engine says once and everybody else copies by.
 
 Owns `PoolLayout` and `PoolMeta` with their JSON (docs/formats.md). Invariant: no byte belongs to two blocks, and a
-layout that was read from JSON lies wholly inside its pool. It knows nothing of tensors, dtypes or devices: two pools
-hold the same thing in a block when their compatibility keys and their `fingerprint()` are equal.
+layout that was read from JSON lies wholly inside its pool. It knows nothing of tensors or dtypes, and of devices only
+their names: two pools hold the same thing in a block when their compatibility keys and their `fingerprint()` are equal,
+whatever memory they lie in.
 """
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,6 +18,15 @@ from .errors import PoolError
 
 PLANES_MAX = 1024
 NAME_BYTES_MAX = 160
+HOST = "host"
+_CUDA = "cuda:"
+_DEVICE = re.compile(_CUDA + r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_IDENTITY = re.compile(r"[0-9a-f]{32}")
+
+
+def cuda_memory(gpu_uuid: str) -> str:
+    """What a pool's meta calls the memory of a GPU."""
+    return _CUDA + gpu_uuid
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +134,32 @@ class PoolLayout:
 
 @dataclass(frozen=True, slots=True)
 class PoolMeta:
-    """What the holder keeps beside a pool's descriptor."""
+    """What the holder keeps beside a pool's descriptor.
+
+    `memory` is where the pool lies, `HOST` or `cuda_memory(...)`. Descriptors of host memory tell by themselves whether
+    they are the same memory; those of a GPU do not, so their maker draws an `identity` that stays with the memory.
+    """
 
     size_bytes: int
     layout: PoolLayout
     fingerprint: str
     owner: Mapping[str, Any]
+    memory: str = HOST
+    identity: str = ""
+
+    def __post_init__(self) -> None:
+        if self.memory != HOST and not _DEVICE.fullmatch(self.memory):
+            raise PoolError(f"pool meta: memory {self.memory!r:.60} is unknown; expected {HOST} or {_CUDA}<GPU UUID>")
+        if self.memory != HOST and not _IDENTITY.fullmatch(self.identity):
+            raise PoolError(
+                f"pool meta: identity {self.identity!r:.40} of a device pool must be 32 hex digits; "
+                "draw one when the memory is made, and keep it when it is adopted"
+            )
+
+    @property
+    def gpu_uuid(self) -> str | None:
+        """The GPU that a device pool lies on; None for one in host memory."""
+        return None if self.memory == HOST else self.memory.removeprefix(_CUDA)
 
     def to_json(self) -> dict[str, Any]:
         """The meta as its JSON object."""
@@ -137,6 +168,8 @@ class PoolMeta:
             "layout": self.layout.to_json(),
             "fingerprint": self.fingerprint,
             "owner": dict(self.owner),
+            "memory": self.memory,
+            **({"identity": self.identity} if self.identity else {}),
         }
 
     @classmethod
@@ -148,12 +181,15 @@ class PoolMeta:
         fingerprint, owner = body.get("fingerprint"), body.get("owner", {})
         if not isinstance(fingerprint, str) or not isinstance(owner, Mapping):
             raise PoolError("pool meta: fingerprint must be a string and owner an object")
+        memory, identity = body.get("memory", HOST), body.get("identity", "")
+        if not isinstance(memory, str) or not isinstance(identity, str):
+            raise PoolError("pool meta: memory and identity must be strings")
         layout = PoolLayout.from_json(body.get("layout"), size_bytes)
         if fingerprint != layout.fingerprint():
             raise PoolError(
                 f"pool meta: fingerprint {fingerprint!r:.40} is not that of the layout; send layout.fingerprint()"
             )
-        return cls(size_bytes, layout, fingerprint, dict(owner))
+        return cls(size_bytes, layout, fingerprint, dict(owner), memory, identity)
 
 
 def _whole(value: object, what: str) -> int:

@@ -4,6 +4,7 @@
 
 Owns the holder socket (docs/formats.md) and nothing else: it maps no pool, reads no pool and never acts by itself, but
 for one thing: when it holds nothing and nobody has asked for anything in so long, it ends (a sidecar asks each second).
+It never loads CUDA either: of memory on a GPU it keeps the descriptor, which is all that such memory needs to live.
 Invariant: no client can end it or make it grow: names, metas, pools, connections and messages are bounded, and whatever
 cannot be understood is answered with an error or a closed connection. SIGTERM ends it. Standard library only, one
 thread, so that there is as little as possible in it that could die.
@@ -23,8 +24,8 @@ from types import FrameType
 from typing import Any
 
 from ..session.errors import ConfigError, PoolError
-from ..session.held import MESSAGE_BYTES_MAX, check_pool
-from ..session.layout import NAME_BYTES_MAX, PoolMeta
+from ..session.held import MESSAGE_BYTES_MAX, check_device_pool, check_pool
+from ..session.layout import HOST, NAME_BYTES_MAX, PoolMeta
 from .private_socket import peer_uid, private_socket
 
 POOLS_MAX = 64
@@ -44,7 +45,7 @@ class Held:
 
     fd: int
     meta: dict[str, Any]
-    identity: tuple[int, int]
+    identity: tuple[int, int] | str
 
 
 class Pools:
@@ -57,9 +58,7 @@ class Pools:
     def put(self, name: str, fd: int, body: object) -> None:
         """Keep a pool; takes `fd` over only when it returns. PoolError says what is wrong with the pool or its meta."""
         meta = PoolMeta.from_json(body)
-        check_pool(fd, meta.size_bytes)
-        status = os.fstat(fd)
-        identity = (status.st_dev, status.st_ino)
+        identity = _checked(fd, meta)
         known = self._held.get(name)
         if known is not None and known.identity != identity:
             raise PoolError(
@@ -194,6 +193,16 @@ class Holder:
                 return {"ok": True, "pools": self._pools.listing()}, None, False
             case other:
                 raise PoolError(f"unknown op {other!r:.40}; use put, get, drop or list")
+
+
+def _checked(fd: int, meta: PoolMeta) -> tuple[int, int] | str:
+    """What is equal exactly for descriptors of the same memory. Raises PoolError for what is no pool of that kind."""
+    if meta.memory != HOST:
+        check_device_pool(fd)
+        return meta.identity
+    check_pool(fd, meta.size_bytes)
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
 
 
 def _name(request: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 
 from ..session.errors import MidstreamError, PoolError
 from ..session.held import HolderClient, rescue
+from ..session.layout import HOST
 from .private_socket import peer_pid
 from .processes import dies_with_parent
 
@@ -162,7 +163,7 @@ class HolderKeeper:
     def _rescue(self, pool: str, meta: Mapping[str, Any]) -> None:
         owner = meta.get("owner") or {}
         try:
-            fd = rescue(int(owner["pid"]), int(owner["fd"]))
+            fd = rescue(int(owner["pid"]), int(owner["fd"]), str(meta.get("memory", HOST)))
             try:
                 self.client.put(pool, fd, meta)
             finally:

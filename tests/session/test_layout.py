@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from midstream.session.errors import PoolError
-from midstream.session.layout import Plane, PoolLayout, PoolMeta
+from midstream.session.layout import HOST, Plane, PoolLayout, PoolMeta, cuda_memory
 
 ints = st.integers(min_value=0, max_value=40)
 
@@ -61,6 +61,43 @@ def test_json_comes_back_as_it_was(layout: PoolLayout) -> None:
     assert PoolMeta.from_json(meta.to_json()) == meta
     with pytest.raises(PoolError, match="not that of the layout"):
         PoolMeta.from_json(meta.to_json() | {"fingerprint": "0" * 32})
+
+
+GPU = "GPU-7a0c8b8f-1d3e-4f6a-9b2c-0123456789ab"
+
+
+def test_a_meta_says_on_which_gpu_its_pool_lies_and_one_that_says_nothing_lies_in_host_memory() -> None:
+    layout = PoolLayout(2, 4, (Plane(0, 8, 8),))
+    host = PoolMeta(16, layout, layout.fingerprint(), {})
+    assert (host.memory, host.gpu_uuid) == (HOST, None)
+    told = host.to_json()
+    del told["memory"]
+    assert PoolMeta.from_json(told) == host
+    device = PoolMeta(16, layout, layout.fingerprint(), {}, cuda_memory(GPU), "0" * 32)
+    assert device.gpu_uuid == GPU
+    assert PoolMeta.from_json(device.to_json()) == device
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"memory": "cuda:0"},
+        {"memory": GPU},
+        {"memory": "cuda:"},
+        {"memory": "disk"},
+        {"memory": ""},
+        {"memory": 1},
+        {"memory": cuda_memory(GPU) + "\n"},
+        {"identity": ""},
+        {"identity": "x" * 32},
+        {"identity": None},
+    ],
+)
+def test_a_device_pool_names_a_gpu_and_an_identity(words: dict[str, Any]) -> None:
+    layout = PoolLayout(2, 4, (Plane(0, 8, 8),))
+    good = PoolMeta(16, layout, layout.fingerprint(), {}, cuda_memory(GPU), "0" * 32).to_json()
+    with pytest.raises(PoolError, match=r"memory|identity"):
+        PoolMeta.from_json(good | words)
 
 
 @given(good_layouts())

@@ -20,7 +20,7 @@ import pytest
 
 from midstream.session.errors import PoolError
 from midstream.session.held import HolderClient, create_host_pool, map_pool, rescue
-from midstream.session.layout import Plane, PoolLayout, PoolMeta
+from midstream.session.layout import Plane, PoolLayout, PoolMeta, cuda_memory
 
 SIZE = 1 << 16
 LAYOUT = PoolLayout(16, 4, (Plane(0, 2048, 2048), Plane(32768, 2048, 2048)))
@@ -188,6 +188,71 @@ def test_what_is_rescued_must_be_a_pool_of_a_living_process() -> None:
     finally:
         os.close(reader)
         os.close(writer)
+
+
+# Descriptors of device memory need a GPU. An eventfd is like one in what counts here: nameless, bound to its open file,
+# and not to be opened again; its count tells whether it is the same one.
+GPU = cuda_memory("GPU-7a0c8b8f-1d3e-4f6a-9b2c-0123456789ab")
+
+
+def device_meta(identity: str = "0" * 32) -> dict[str, object]:
+    return PoolMeta(SIZE, LAYOUT, LAYOUT.fingerprint(), {"pid": os.getpid()}, GPU, identity).to_json()
+
+
+def test_what_cannot_be_opened_again_is_rescued_as_the_open_file_it_is(client: HolderClient) -> None:
+    code = "import os, sys; print(os.eventfd(41), flush=True); sys.stdin.read()"
+    owner = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    fd_number = int(owner.stdout.readline())
+    with pytest.raises(PoolError):
+        rescue(owner.pid, fd_number)
+    rescued = rescue(owner.pid, fd_number, GPU)
+    assert not os.get_inheritable(rescued)
+    client.put("w/1/0", rescued, device_meta())
+    os.close(rescued)
+    owner.communicate("")
+    fd, body = client.get("w/1/0")
+    assert os.eventfd_read(fd) == 41
+    assert body == device_meta()
+    os.close(fd)
+
+
+def test_files_pipes_and_memfds_are_no_device_memory(client: HolderClient, pool: int, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    files = [os.open(tmp_path, os.O_RDONLY), os.open(os.devnull, os.O_RDWR), reader, writer]
+    try:
+        for fd in (pool, *files):
+            with pytest.raises(PoolError, match="no device memory"):
+                client.put("w/1/0", fd, device_meta())
+    finally:
+        for fd in files:
+            os.close(fd)
+    assert client.list() == []
+
+
+def test_no_process_gives_up_a_descriptor_that_it_does_not_have() -> None:
+    with pytest.raises(PoolError, match="its owner is gone"):
+        rescue(2**22 + 1, 5, GPU)
+    with pytest.raises(PoolError, match="Bad file descriptor"):
+        rescue(os.getpid(), 1 << 20, GPU)
+
+
+def test_device_memory_is_the_same_where_its_maker_says_so(client: HolderClient) -> None:
+    first, second = os.eventfd(1), os.eventfd(2)
+    try:
+        client.put("w/1/0", first, device_meta())
+        client.put("w/1/0", first, device_meta() | {"owner": {"pid": 7}})
+        with pytest.raises(PoolError, match="other memory"):
+            client.put("w/1/0", second, device_meta("1" * 32))
+        # Nor does it pass for host memory, or the other way round.
+        with pytest.raises(PoolError):
+            client.put("w/1/0", second, meta())
+    finally:
+        os.close(first)
+        os.close(second)
+    fd, body = client.get("w/1/0")
+    assert (os.eventfd_read(fd), body["owner"]) == (1, {"pid": 7})
+    os.close(fd)
 
 
 def test_putting_the_same_memory_again_renews_the_meta_and_other_memory_is_refused(
