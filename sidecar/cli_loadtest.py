@@ -1,8 +1,6 @@
 """The command `loadtest`: its options, its progress, and its exit status. What it does is in `loadtest/load/`."""
 
-import asyncio
 import json
-import signal
 import sys
 import time
 from pathlib import Path
@@ -14,9 +12,10 @@ from ..session.errors import ConfigError
 from .cli_engines import assigned, require_command
 from .cli_options import AsJson, Assignments
 from .environments import Progress
+from .interruptible import run_interruptible
 
 if TYPE_CHECKING:
-    from ..loadtest.load.run import LoadTest
+    pass
 
 # Where midstream itself brings interrupted answers to their end.
 _KEEP_TOKENS = ("kv", "url", "recompute")
@@ -174,33 +173,19 @@ def loadtest(
     )
     is_complete = False
     try:
-        is_complete = asyncio.run(_until_told(test))
+        run_interruptible(test.run())
+        is_complete = True
     finally:
         # What is through is worth having, whatever ended the run.
         progress.close()
         if test.passed:
             summary = output.summary_of(options, test.model, test.passed, is_complete=is_complete)
             written = output.write(folder, summary, test.passed)
-    if not is_complete:
-        raise KeyboardInterrupt
     if as_json:
         print(json.dumps({**summary, "out": str(folder)}))
     else:
         _show(summary, written)
     return 0 if is_good(summary) else 1
-
-
-async def _until_told(test: "LoadTest") -> bool:
-    """Run it; False when it was ended by a signal: by SIGTERM, too, for nothing that was started may be left."""
-    task = asyncio.ensure_future(test.run())
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, task.cancel)
-    try:
-        await task
-    except asyncio.CancelledError:
-        return False
-    return True
 
 
 def is_good(summary: dict[str, Any]) -> bool:

@@ -4,9 +4,7 @@ Owns the options and what they may be together. What is compared and what counts
 runs on is `verify_bench.py`, what is shown `verify_screen.py`: both are imported only when the command runs.
 """
 
-import asyncio
 import json
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +18,7 @@ from ..session.errors import ConfigError
 from .cli_engines import assigned, require_command
 from .cli_options import AsJson, Assignments
 from .config import default_state_dir, parse_worker
+from .interruptible import run_interruptible
 
 if TYPE_CHECKING:
     from .verify_bench import Engines
@@ -102,12 +101,9 @@ def verify(
     from ..loadtest.verify.verification import Options
     from . import verify_bench, verify_screen
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        # As Ctrl-C: the sidecar and the engines that were started for this end with it.
-        signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
     if check_file is not None:
         told = record.read(check_file)
-        return verify_screen.tell_check(asyncio.run(verify_bench.check(engines, told)), told, as_json=as_json)
+        return verify_screen.tell_check(run_interruptible(verify_bench.check(engines, told)), told, as_json=as_json)
     chosen = _ways(ways)
     _require_share_of_kills(kills, chosen)
     if kills is None:
@@ -128,7 +124,7 @@ def verify(
         if file is not None and not file.parent.is_dir():
             raise ConfigError(f"{file}: there is no folder {file.parent}; make it, or name a file elsewhere")
     with verify_screen.Shown(options) as shown:
-        told = asyncio.run(verify_bench.verify(engines, options, shown.tell, isolate=not prefix_cache))
+        told = run_interruptible(verify_bench.verify(engines, options, shown.tell, isolate=not prefix_cache))
     if record_file is not None:
         record.write(record.text(told), record_file)
     if html_file is not None:

@@ -27,6 +27,7 @@ EARLIER_TOKENS = 4
 SOURCE_FINISHED = "finished"
 # Before a difference is called the restore's, so many more undisturbed runs have to agree.
 MORE_CONTROLS = 2
+INTERRUPTED = "it was interrupted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,9 @@ class Verification:
         self._cases: list[Case] = []
 
     async def run(self) -> Findings:
-        """Everything, once. An engine or a sidecar that goes away ends it, and loses nothing of what was found."""
+        """Everything, once. An engine that goes away ends it, and so does a cancellation (a signal, at the command
+        line); neither loses anything of what was found.
+        """
         tasks = plan(
             self._options.seed,
             len(self._options.prompts),
@@ -138,6 +141,12 @@ class Verification:
             await self._plant(planted)
         except (MidstreamError, OSError, aiohttp.ClientError) as error:
             stopped = f"{error or type(error).__name__}"
+        except asyncio.CancelledError:
+            stopped = INTERRUPTED
+            # It was heeded: what is left to do, the ending of the engines, has deadlines of its own.
+            task = asyncio.current_task()
+            while task is not None and task.cancelling():
+                task.uncancel()
         controlled = [self._controlled[i] for i in sorted(self._controlled)]
         return Findings(controlled, self._in_order(tasks), planted, stopped)
 

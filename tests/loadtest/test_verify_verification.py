@@ -1,5 +1,6 @@
 """The order of a verification, on engines that are scripts: what is run, what is tried again, what is believed."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from midstream.loadtest.verify.prompts import COMPLETIONS, Prompt
 from midstream.loadtest.verify.record import Status, status, totals
 from midstream.loadtest.verify.runs import Run, Runner, least_exact
 from midstream.loadtest.verify.verification import (
+    INTERRUPTED,
     Begun,
     Case,
     Controlled,
@@ -262,4 +264,26 @@ async def test_an_engine_that_goes_away_ends_a_verification_and_loses_nothing_of
     assert found.planted == []
     assert len([c for c in found.cases if c.prompt in ("p0", "p1")]) >= (4 if concurrency == 1 else 0)
     assert all(c.judgement.verdict is Verdict.IDENTICAL for c in found.cases)
+    assert status({**totals(found, options), "stopped": found.stopped}) is Status.STOPPED
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+async def test_an_interrupted_verification_loses_nothing_of_what_was_found(tmp_path: Path, concurrency: int) -> None:
+    hanging = asyncio.Event()
+
+    class Hangs(ScriptedRunner):
+        async def interrupted(self, prompt: Prompt, way: Way, at: int, *, lag: int, prompt_len: int) -> Run:
+            if prompt.name == "p3":
+                hanging.set()
+                await asyncio.Event().wait()
+            return await super().interrupted(prompt, way, at, lag=lag, prompt_len=prompt_len)
+
+    options = Options(prompts(4), cuts=2, ways=(Way.MOVE,), concurrency=concurrency)
+    running = asyncio.ensure_future(verification(tmp_path, Hangs(), options).run())
+    await hanging.wait()
+    running.cancel()
+    found = await running
+    assert found.stopped == INTERRUPTED
+    assert len(found.cases) == 6
+    assert found.planted == []
     assert status({**totals(found, options), "stopped": found.stopped}) is Status.STOPPED
