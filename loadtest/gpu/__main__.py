@@ -1,0 +1,95 @@
+"""Measures midstream on a GPU: `python3 -m midstream.loadtest.gpu PART [PART ...] --home HOME --out OUT`.
+
+Owns the options and the order of the parts. Each part is one that can run alone within its share of `--limit`; a part
+that fails prints why, with the ends of all logs, and the next one runs. Exit status: 0 all ran and every bar was met;
+1 a bar was not met or a figure is missing; 2 a part could not run. docs/gpu.md says how to prepare the machine.
+"""
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvloop
+
+from ...session.errors import MidstreamError
+from . import copying, exact, gap, overhead, probe
+from .clock import Clock
+from .models import write_large
+from .results import Results, table
+
+PARTS = ("probe", "copy", "overhead", "gap", "exact")
+# A part that has less than this left is not begun.
+LEAST_S = {"probe": 20.0, "copy": 60.0, "overhead": 240.0, "gap": 240.0, "exact": 200.0}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the parts; returns the exit status."""
+    options = _parse(arguments)
+    results = Results(options.out / "figures.jsonl")
+    clock = Clock(options.limit)
+    could_not = False
+    for part in options.parts:
+        if clock.left_s() < LEAST_S[part]:
+            results.missing(part, part, f"only {clock.left_s():.0f} s of the time were left")
+            continue
+        print(f"=== {part}, {clock.left_s():.0f} s left", flush=True)
+        try:
+            _run(part, options, results, clock)
+        except (MidstreamError, OSError, RuntimeError) as error:
+            could_not = True
+            traceback.print_exc()
+            results.missing(part, part, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    print("=== figures", flush=True)
+    print(table(results.figures), flush=True)
+    if could_not:
+        return 2
+    return 1 if any(f.value is None or f.met is False for f in results.figures) else 0
+
+
+def _run(part: str, options: argparse.Namespace, results: Results, clock: Clock) -> None:
+    folder = options.out / part
+    folder.mkdir(parents=True, exist_ok=True)
+    small = options.home / "smollm2"
+    match part:
+        case "probe":
+            probe.measure(results)
+        case "copy":
+            copying.measure(folder, results, sessions=options.copy_sessions)
+        case "overhead":
+            large = write_large(small, options.home / "large")
+            uvloop.run(overhead.measure(large, folder, results, clock, rounds=options.rounds))
+        case "gap":
+            large = write_large(small, options.home / "large")
+            uvloop.run(gap.measure(large, folder, results, clock, wanted=gap.scenes(options.scenes)))
+            gap.compare(results)
+        case _:
+            kinds = [exact.Kind(word) for word in options.kills.split(",")]
+            uvloop.run(exact.measure(small, folder, results, clock, kinds=kinds))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="midstream.loadtest.gpu", description="Measures midstream on a GPU.")
+    parser.add_argument("parts", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--home", type=Path, default=Path("/tmp/midstream-gpu"), help="folder with the model `smollm2`")
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder for figures and logs")
+    parser.add_argument("--limit", type=float, default=570.0, help="seconds for all parts together")
+    parser.add_argument("--rounds", type=int, default=5, help="overhead: pairs of runs for each variant")
+    parser.add_argument("--scenes", default=gap.SCENES, help="gap: strategy:STREAMSxPROMPT_TOKENS, with commas")
+    parser.add_argument("--kills", default="kill,fault", help=f"exact: some of {', '.join(exact.Kind)}, in order")
+    parser.add_argument("--copy-sessions", type=int, default=32, help="copy: sessions of 4,000 tokens at once")
+    options = parser.parse_args(arguments)
+    if not 1 <= options.rounds <= 100 or options.limit <= 0 or not 1 <= options.copy_sessions <= 64:
+        parser.error("--rounds must be 1 to 100, --copy-sessions 1 to 64, and --limit above 0")
+    try:
+        gap.scenes(options.scenes)
+        [exact.Kind(word) for word in options.kills.split(",")]
+    except (MidstreamError, ValueError) as error:
+        parser.error(str(error))
+    options.home, options.out = options.home.resolve(), options.out.resolve()
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,276 @@
+"""Interrupted answers beside undisturbed ones on a real small model: real SIGKILLs, and one fault of the GPU.
+
+Owns the kills and the verdicts. Many different sessions die in each kill, for a start of vLLM is what costs time; the
+engines run in vLLM's batch-invariant mode, in which the company of other sessions changes no number. Two undisturbed
+runs are compared first: where these differ, a difference is variance and proves nothing.
+"""
+
+import asyncio
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+from ...session.errors import EngineError, MidstreamError
+from ..aim import snapshot_exists
+from ..client import REPORT_HEADER, Answer, read_stream
+from ..load.workload import CHAT, COMPLETIONS
+from . import fault
+from .clock import Clock
+from .fleet import Fleet, fleet, kill_core
+from .models import SERVED_AS, serve, small_options
+from .results import Results
+
+PART = "exact"
+NAMES = ("a", "b")
+ENVIRON = {"VLLM_BATCH_INVARIANT": "1"}
+BACK_S = 240.0
+ANSWER_S = 120.0
+FAULT_S = 60.0
+CUT_TOKENS = 40
+# A small model is fast: answers must last until somebody has read of a token and killed, or a snapshot was stored.
+TOKENS, TOKENS_DISK = 240, 1500
+SNAPSHOTS_S = 2.0
+DISK_SETTINGS: dict[str, object] = {
+    "restore.tiers": "disk", "store.snapshot_every_s": 0.05, "store.tail_every_tokens": 8,
+}  # fmt: skip
+PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.1}
+LONG = "The quick brown fox jumps over the lazy dog. " * 100
+
+
+class Kind(StrEnum):
+    """How an engine is lost, and from where its sessions go on."""
+
+    KILL = "kill"
+    FAULT = "fault"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One request, by a name."""
+
+    name: str
+    path: str
+    body: Mapping[str, Any]
+
+
+def questions(number: int, tokens: int) -> list[Question]:
+    """What is asked in one kill: greedy and sampled, with penalties, a grammar, logprobs, and a long prompt.
+
+    `number` makes prompts that no earlier kill has had. Twice as many as there are kinds of them, for half of them run
+    on the engine that lives.
+    """
+    return [question for half in (0, 1) for question in _questions(2 * number + half, tokens)]
+
+
+def _questions(number: int, tokens: int) -> list[Question]:
+    story = f"Write a long story, number {number}, about a dog named Max."
+    most = {"max_tokens": tokens}
+    # A grammar ends the answer by itself.
+    rockets = {"structured_outputs": {"regex": "(😀|🚀|🌍){300}"}, "ignore_eos": False}
+    return [
+        _chat("greedy", story, **most),
+        _chat("sampled", story, temperature=0.9, seed=5 + number, top_p=0.95, **most),
+        _chat("top-k", story, temperature=1.1, seed=50 + number, top_k=40, min_p=0.02, **most),
+        _chat("penalties", story, temperature=0.8, seed=6 + number, **PENALTIES, **most),
+        _chat("penalties, greedy", story, **PENALTIES, **most),
+        _chat("logit bias", story, logit_bias={"338": -5, "260": 3}, **most),
+        _chat("logprobs", story, logprobs=True, top_logprobs=2, **most),
+        _chat("grammar", f"Draw {number} rockets.", **rockets, **most),
+        _text("text", story, **most),
+        _text("text, sampled", story, temperature=0.7, seed=7 + number, **most),
+        _text("long prompt", f"{number}. {LONG}", temperature=1.0, seed=8 + number, **most),
+        _text("long prompt, greedy", f"{number + 1000}. {LONG}", **most),
+    ]
+
+
+def _chat(name: str, prompt: str, **more: Any) -> Question:
+    return Question(name, CHAT, {**_COMMON, "messages": [{"role": "user", "content": prompt}], **more})
+
+
+def _text(name: str, prompt: str, **more: Any) -> Question:
+    return Question(name, COMPLETIONS, {**_COMMON, "prompt": prompt, **more})
+
+
+_COMMON: dict[str, Any] = {"model": SERVED_AS, "temperature": 0, "ignore_eos": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one interrupted answer."""
+
+    question: str
+    kind: Kind
+    verdict: str
+    outcome: str = ""
+    tier: str = ""
+    detail: str = ""
+    lag: int = 0
+    cut: int = 0
+
+
+def judge(wanted: Sequence[Answer], got: Answer) -> str:
+    """`identical`, `different`, `variance` (the undisturbed ones differ themselves) or `broken`."""
+    if not got.whole:
+        return "broken"
+    first = wanted[0]
+    if any(not first.same_as(other) for other in wanted[1:]):
+        return "variance"
+    return "identical" if got.same_as(first) else "different"
+
+
+async def measure(
+    model: Path, folder: Path, results: Results, clock: Clock, *, kinds: Sequence[Kind] = (Kind.KILL, Kind.FAULT)
+) -> list[Verdict]:
+    """One kill of each of `kinds`, in order, as far as there is time."""
+    found: list[Verdict] = []
+    with tempfile.TemporaryDirectory(prefix="midstream-gpu-") as place:
+        triggers = {name: Path(place) / f"fault-{name}" for name in NAMES}
+        fault.dist_info(Path(place))
+        async with fleet(folder) as engines:
+            command = serve(model, *small_options())
+            for name, trigger in triggers.items():
+                environ = {**ENVIRON, fault.VARIABLE: str(trigger), "PYTHONPATH": _with(place)}
+                engines.add(name, command, environ=environ)
+            store = Path(place) / "store"
+            await _front(engines, kinds[0], store)
+            for engine in engines.engines.values():
+                engine.start()
+            took_s = 0.0
+            for number, kind in enumerate(kinds):
+                if number and clock.left_s() < took_s + 40.0:
+                    results.missing(PART, f"kill {number + 1}, {kind}", "the time was over")
+                    break
+                if number and (kind is Kind.DISK) != (kinds[number - 1] is Kind.DISK):
+                    await _front(engines, kind, store)
+                began_s = time.monotonic()
+                await engines.ready(NAMES, timeout_s=min(clock.left_s(), BACK_S))
+                took_s = max(took_s, time.monotonic() - began_s)
+                found += await _kill(engines, kind, number, triggers, store, results)
+                if number + 1 < len(kinds):
+                    await _begin_again(engines, triggers)
+    tell(found, results)
+    return found
+
+
+def _with(folder: str) -> str:
+    return os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+
+
+async def _front(engines: Fleet, kind: Kind, store: Path) -> None:
+    if kind is Kind.DISK:
+        await engines.front(NAMES, settings=DISK_SETTINGS, store=store)
+    else:
+        await engines.front(NAMES)
+
+
+async def _kill(
+    engines: Fleet, kind: Kind, number: int, triggers: Mapping[str, Path], store: Path, results: Results
+) -> list[Verdict]:
+    assert engines.sidecar is not None
+    sidecar = engines.sidecar
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=ANSWER_S)
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
+        asked = questions(number, TOKENS_DISK if kind is Kind.DISK else TOKENS)
+        undisturbed = [await _all(http, sidecar.url, asked) for _ in range(2)]
+        for question, answer in zip(asked, undisturbed[0], strict=True):
+            if not answer.whole:
+                raise EngineError(f"{question.name}: undisturbed, and not whole: {answer.error or answer.violations}")
+        known = {s["session"] for s in await sidecar.sessions(http)}
+        killing: list[asyncio.Task[None]] = []
+
+        def at_cut(answer: Answer) -> None:
+            if not killing and len(answer.token_ids) >= CUT_TOKENS:
+                killing.append(asyncio.create_task(_lose(engines, kind, triggers, store, known, http)))
+
+        got = await _all(http, sidecar.url, asked, at_cut)
+        if not killing:
+            raise EngineError(f"kill {number + 1}: no answer came to token {CUT_TOKENS}")
+        await killing[0]
+        told = {str(s["session"]): s for s in await sidecar.sessions(http) if s["session"] not in known}
+    verdicts = []
+    for index, (question, answer) in enumerate(zip(asked, got, strict=True)):
+        outcomes = told.get(answer.session, {}).get("outcomes") or []
+        if not outcomes:
+            continue  # it ran on the engine that lives
+        last = outcomes[-1]
+        verdict = judge([run[index] for run in undisturbed], answer)
+        verdicts.append(
+            Verdict(
+                question.name, kind, verdict, str(last["outcome"]), str(last["tier"]), str(last["detail"]),
+                int(last["lag"]), int(last["cut"]),
+            )
+        )  # fmt: skip
+        print(f"{kind} {number + 1}: {verdicts[-1]}", flush=True)
+    results.add(PART, f"kill {number + 1} by {kind}", len(verdicts), "interruptions", **_counts(verdicts))
+    return verdicts
+
+
+async def _begin_again(engines: Fleet, triggers: Mapping[str, Path]) -> None:
+    """Start whatever was lost anew, and do not wait until it is ready."""
+    for name, engine in engines.engines.items():
+        if (await engines.worker(name))["state"] != "ready":
+            await asyncio.to_thread(triggers[name].unlink, missing_ok=True)
+            await engine.ended()
+            engine.start()
+
+
+async def _all(http: aiohttp.ClientSession, url: str, asked: Sequence[Question], on_tokens: Any = None) -> list[Answer]:
+    """All of them at once."""
+    headers = {REPORT_HEADER: "1"}
+    return await asyncio.gather(
+        *(read_stream(http, url + q.path, dict(q.body), headers=headers, on_tokens=on_tokens) for q in asked)
+    )
+
+
+async def _lose(
+    engines: Fleet, kind: Kind, triggers: Mapping[str, Path], store: Path, known: set[Any], http: aiohttp.ClientSession
+) -> None:
+    """Take the engine with the most sessions away; with snapshots, once each session has one."""
+    assert engines.sidecar is not None
+    workers = await engines.sidecar.workers(http)
+    victim = max(workers, key=lambda worker: int(worker["sessions"]))["name"]
+    if kind is Kind.DISK:
+        deadline_s = time.monotonic() + SNAPSHOTS_S
+        while time.monotonic() < deadline_s:
+            new = [s["session"] for s in await engines.sidecar.sessions(http) if s["session"] not in known]
+            if all(snapshot_exists(store, session) for session in new):
+                break
+            await asyncio.sleep(0.01)
+    engine = engines.engines[victim]
+    if kind is not Kind.FAULT:
+        kill_core(engine)
+        return
+    core = engine.core()
+    await asyncio.to_thread(triggers[victim].touch)
+    try:
+        await asyncio.to_thread(core.wait, FAULT_S)
+    except psutil.TimeoutExpired:
+        raise MidstreamError(f"engine {victim} lives on, {FAULT_S:g} s after a fault of its GPU") from None
+
+
+def _counts(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    return {
+        "verdicts": dict(sorted(Counter(v.verdict for v in verdicts).items())),
+        "outcomes": dict(sorted(Counter(f"{v.outcome} ({v.tier})" for v in verdicts).items())),
+        "details": dict(sorted(Counter(v.detail for v in verdicts if v.detail).items())),
+    }
+
+
+def tell(found: Sequence[Verdict], results: Results) -> None:
+    """The totals, for each way in which engines were lost."""
+    for kind in dict.fromkeys(v.kind for v in found):
+        mine = [v for v in found if v.kind is kind]
+        identical = sum(v.verdict == "identical" and v.outcome == "exact" for v in mine)
+        results.add(
+            PART, f"{kind}: identical", identical, "sessions", bar=len(mine), at_least=True, **_counts(mine)
+        )  # fmt: skip
