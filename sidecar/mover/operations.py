@@ -7,7 +7,6 @@ from ...session.arena import SlotState
 from ...session.errors import StoreError
 from ...session.store import Store
 from . import coverage
-from .copying import sum_blocks
 from .counters import Counters
 from .protocol import (
     MoverError,
@@ -114,8 +113,9 @@ class Operations:
         covered = coverage.read(reader, slot)
         block_tokens = pool.layout.block_tokens
         count = -(-covered.kv_len // block_tokens)
-        sums = list(self._sums.get((path, session, slot.generation), covered.table.generation))[:count]
-        found = await asyncio.to_thread(sum_blocks, pool, covered.table.blocks[: len(sums)])
+        owner = (path, session, slot.generation)
+        sums = list(self._sums.get(owner, covered.table.generation, pool.sum_kind))[:count]
+        found = await asyncio.to_thread(pool.sum_blocks, covered.table.blocks[: len(sums)])
         coverage.check_unchanged(reader, covered)
         damaged = [ordinal for ordinal, value in enumerate(found) if value != sums[ordinal]]
         if damaged:
@@ -194,7 +194,7 @@ class Operations:
                 except MoverError:
                     continue
                 owner = (path, slot.session, slot.generation)
-                summed = len(self._sums.get(owner, covered.table.generation))
+                summed = len(self._sums.get(owner, covered.table.generation, pool.sum_kind))
                 # A block may have been summed since its positions were counted.
                 blocks += max(covered.kv_len // pool.layout.block_tokens - summed, 0)
                 if self._snapshotter is not None:

@@ -4,7 +4,8 @@
         [--snapshot-every-s S] [--tail-every-tokens N]] [--parent-pid PID]
 
 SIGTERM ends it in good order: restores under way are answered as failed, so that no engine waits for them. With
-`--parent-pid` it ends when that process does.
+`--parent-pid` it ends when that process does. A GPU that has failed ends it, too, with exit status FAULT_STATUS: what
+such a process would copy from then on is not to be trusted, and a new one may find the GPU working.
 """
 
 import argparse
@@ -15,14 +16,17 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NoReturn
 
 from ...session.disk_store import DiskStore
 from ...session.errors import ConfigError, StoreError
 from ...session.held import HolderClient
 from ..private_socket import private_socket
 from .counters import Counters
+from .device import Devices
 from .operations import Operations
 from .restorer import RUNNING_MAX, Restorer
 from .server import CONNECTIONS_MAX, Server
@@ -33,6 +37,9 @@ from .watcher import POLL_S, Watcher
 
 STORE_BYTES_MAX = 64 << 30
 THREADS_MAX = RUNNING_MAX + 16
+FAULT_STATUS = 3
+# How long restores have to tell their engines; a thread may be caught in the driver for good.
+FAULT_S = 2.0
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +96,8 @@ async def _serve(options: argparse.Namespace, listener: socket.socket, store: Di
     # While threads copy, the loop gets its turn after this long: it polls engines that wait every half millisecond.
     sys.setswitchinterval(0.0005)
     counters = Counters()
-    sources = Sources(HolderClient(options.holder))
+    fault = _Fault(asyncio.get_running_loop())
+    sources = Sources(HolderClient(options.holder), Devices(fault.tell))
     sums = Sums()
     snapshotter = None
     if store is not None:
@@ -99,7 +107,12 @@ async def _serve(options: argparse.Namespace, listener: socket.socket, store: Di
     restorer = Restorer(sources, sums, counters, store)
     operations = Operations(sources, sums, counters, watcher, restorer, store, snapshotter)
     server = Server(operations.handlers(), counters)
-    jobs = [server.serve(listener), watcher.run(), _told_to_end(options.parent_pid)]
+    jobs: list[Coroutine[Any, Any, object]] = [
+        server.serve(listener),
+        watcher.run(),
+        _told_to_end(options.parent_pid),
+        fault.happened.wait(),
+    ]
     if snapshotter is not None:
         jobs.append(snapshotter.run())
     tasks = [asyncio.create_task(job) for job in jobs]
@@ -111,7 +124,29 @@ async def _serve(options: argparse.Namespace, listener: socket.socket, store: Di
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.wait(tasks, timeout=FAULT_S if fault.happened.is_set() else None)
+        if fault.happened.is_set():
+            fault.end(store)
+
+
+class _Fault:
+    """A GPU that failed: told from any thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.happened = asyncio.Event()
+
+    def tell(self, text: str) -> None:
+        """It happened, and this is what. Restores are cancelled, and the process ends."""
+        _log.error("event=gpu_failed error=%s", text)
+        self._loop.call_soon_threadsafe(self.happened.set)
+
+    def end(self, store: DiskStore | None) -> NoReturn:
+        """End without waiting for threads that the driver may never let go of."""
+        if store is not None:
+            store.close()
+        logging.shutdown()
+        os._exit(FAULT_STATUS)
 
 
 async def _told_to_end(parent_pid: int | None) -> None:

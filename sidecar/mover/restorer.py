@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -21,13 +22,14 @@ from ...session.ids import SessionId
 from ...session.layout import PoolLayout
 from ...session.manifest import Manifest
 from ...session.store import Store
-from . import copying, coverage
-from .copying import BlockCopy, Copied
+from . import coverage
 from .counters import Counters
 from .matching import SessionKv, check_match
+from .pools import Copied, Copies, Pool
 from .protocol import MoverError, Reason, RestoreResult
-from .sources import MappedPool, Sources, key_of
+from .sources import Sources, key_of
 from .sums import Sums
+from .turns import Turns
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,8 +37,9 @@ T = TypeVar("T")
 POLL_S = 0.0005
 POLL_SLOW_S = 0.005
 POLL_FAST_FOR_S = 1.0
-BYTES_PER_STEP = 16 << 20
 RUNNING_MAX = 64
+# What is read from the store before it is written to a pool.
+STORE_STEP_BYTES = 16 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +65,7 @@ class _Destination:
 
     reader: ArenaReader
     slot: Slot
-    pool: MappedPool
+    pool: Pool
     blocks: tuple[int, ...]
     outputs: list[int]
     deadline: float
@@ -97,6 +100,8 @@ class Restorer:
         self._counters = counters
         self._store = store
         self._running: set[tuple[Path, SessionId, int]] = set()
+        # One for each place that KV is brought to: the host's memory, or a GPU.
+        self._turns: dict[str, Turns] = {}
 
     async def restore(self, order: Order) -> RestoreResult:
         """Carry out one order. Never raises, but for a request that cannot be begun: MoverError."""
@@ -239,16 +244,14 @@ class Restorer:
         moved = [new for old, new in zip(blocks, to.blocks, strict=True) if old != new]
         if pool.identity == to.pool.identity and not old_blocks.isdisjoint(moved):
             raise MoverError(Reason.OVERLAP, f"session {order.session}: old and new blocks overlap in another order")
-        sums = self._sums.get((path, order.origin, generation), covered.table.generation)
-        work = [
-            BlockCopy(i, old, new, sums[i] if i < len(sums) else None)
-            for i, (old, new) in enumerate(zip(blocks, to.blocks, strict=True))
-        ]
+        sums = self._sums.get((path, order.origin, generation), covered.table.generation, pool.sum_kind)
         done = Copied(0, 0, 0)
-        step = max(1, BYTES_PER_STEP // pool.layout.block_bytes)
-        for at in range(0, len(work), step):
-            to.check()
-            part = await _in_thread(copying.copy, pool, to.pool, work[at : at + step])
+        step = max(1, to.pool.pace.step_bytes // pool.layout.block_bytes)
+        for at in range(0, len(blocks), step):
+            work = Copies(at, blocks[at : at + step], to.blocks[at : at + step], sums[at : at + step])
+            async with self._turn(to):
+                to.check()
+                part = await _in_thread(pool.copy_to, to.pool, work)
             done = Copied(done.bytes + part.bytes, done.verified + part.verified, done.unverified + part.unverified)
             if part.damaged is not None:
                 raise MoverError(
@@ -259,6 +262,12 @@ class Restorer:
         coverage.check_unchanged(reader, covered)
         return done
 
+    def _turn(self, to: _Destination) -> AbstractAsyncContextManager[None]:
+        turns = self._turns.get(to.pool.memory)
+        if turns is None:
+            turns = self._turns[to.pool.memory] = Turns(to.pool.pace.at_once)
+        return turns.turn(to.deadline)
+
     async def _from_store(self, order: Order, to: _Destination) -> Copied:
         if self._store is None:
             raise MoverError(Reason.STORE, "this mover has no store; start it with --store")
@@ -267,7 +276,7 @@ class Restorer:
             raise MoverError(Reason.STORE, f"session {order.origin}: no snapshot of it is stored")
         check_match(replace(_stored(manifest), session=order.session), to.wanted())
         done = Copied(0, 0, 0)
-        step = max(1, BYTES_PER_STEP // manifest.block_bytes)
+        step = max(1, STORE_STEP_BYTES // manifest.block_bytes)
         for at in range(0, len(to.blocks), step):
             to.check()
             await _in_thread(_load, self._store, manifest, to, range(at, min(at + step, len(to.blocks))))
@@ -301,11 +310,13 @@ def _stored(manifest: Manifest) -> SessionKv:
 
 
 def _load(store: Store, manifest: Manifest, to: _Destination, ordinals: range) -> None:
+    raws = []
     for ordinal in ordinals:
         raw = store.get_chunk(manifest.chunks[ordinal])
         if len(raw) != manifest.block_bytes:
             raise CorruptError(f"chunk {manifest.chunks[ordinal]}: {len(raw)} bytes instead of {manifest.block_bytes}")
-        copying.scatter(raw, to.pool, to.blocks[ordinal])
+        raws.append(raw)
+    to.pool.scatter(raws, [to.blocks[ordinal] for ordinal in ordinals])
 
 
 async def _in_thread(function: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) -> T:

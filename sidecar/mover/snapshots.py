@@ -14,19 +14,17 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import xxhash
-
 from ...session.arena import ArenaReader, Slot, SlotState
-from ...session.errors import StoreError
+from ...session.errors import PoolError, StoreError
 from ...session.ids import SessionId
 from ...session.manifest import Manifest
 from ...session.store import Draft, Store
 from . import coverage
-from .copying import gather
 from .counters import Counters
 from .coverage import Covered
+from .pools import BlockDamaged, Pool
 from .protocol import MoverError, Reason, SnapshotResult
-from .sources import MappedPool, Sources, key_of
+from .sources import Sources, key_of
 from .sums import Owner, Sums
 
 RETRY_S = 10.0
@@ -193,7 +191,7 @@ class Snapshotter:
             needed = -(-covered.kv_len // pool.layout.block_tokens)
             if len(covered.table.blocks) < needed:
                 raise MoverError(Reason.TABLE, f"session {slot.session}: its table is shorter than its journal")
-            sums = list(self._sums.get(owner, covered.table.generation))
+            sums = list(self._sums.get(owner, covered.table.generation, pool.sum_kind))
             try:
                 async with _draft(self._store) as draft:
                     names = await asyncio.to_thread(_put_blocks, draft, pool, covered, written.names, sums)
@@ -250,25 +248,32 @@ async def _draft(store: Store) -> AsyncIterator[Draft]:
             await asyncio.to_thread(stack.close)
 
 
-def _put_blocks(draft: Draft, pool: MappedPool, covered: Covered, known: list[str], sums: list[int]) -> list[str]:
+def _put_blocks(draft: Draft, pool: Pool, covered: Covered, known: list[str], sums: list[int]) -> list[str]:
     """Store the blocks of [0, kv_len) that are not stored yet, in a worker thread; returns all their names in order."""
     full = covered.kv_len // pool.layout.block_tokens
-    names = []
-    for ordinal, block in enumerate(covered.table.blocks[: -(-covered.kv_len // pool.layout.block_tokens)]):
-        if ordinal < min(len(known), full) and draft.keep(known[ordinal]):
-            names.append(known[ordinal])
-            continue
-        raw = gather(pool, block)
-        if ordinal < min(len(sums), full) and xxhash.xxh3_64_intdigest(raw) != sums[ordinal]:
-            raise MoverError(
-                Reason.CHECKSUM,
-                f"session {covered.slot.session}: block {ordinal} differs from what it was when it filled",
-            )
-        names.append(draft.put_chunk(raw))
+    blocks = covered.table.blocks[: -(-covered.kv_len // pool.layout.block_tokens)]
+    names: list[str] = []
+    missing = []
+    for ordinal in range(len(blocks)):
+        kept = ordinal < min(len(known), full) and draft.keep(known[ordinal])
+        names.append(known[ordinal] if kept else "")
+        if not kept:
+            missing.append(ordinal)
+    expected = [sums[ordinal] for ordinal in missing if ordinal < min(len(sums), full)]
+    try:
+        for ordinal, raw in zip(missing, pool.gather([blocks[o] for o in missing], expected), strict=True):
+            names[ordinal] = draft.put_chunk(raw)
+    except BlockDamaged as damaged:
+        raise MoverError(
+            Reason.CHECKSUM,
+            f"session {covered.slot.session}: block {missing[damaged.index]} differs from what it was when it filled",
+        ) from damaged
+    except PoolError as error:
+        raise MoverError(Reason.POOL, f"session {covered.slot.session}: {error}") from error
     return names
 
 
-def _manifest(reader: ArenaReader, pool: MappedPool, covered: Covered, names: list[str]) -> Manifest:
+def _manifest(reader: ArenaReader, pool: Pool, covered: Covered, names: list[str]) -> Manifest:
     slot = covered.slot
     return Manifest(
         session=slot.session,

@@ -13,51 +13,50 @@ from typing import Any
 
 from ...session.arena import ArenaReader
 from ...session.errors import ArenaError, PoolError
-from ...session.held import HolderClient, map_pool
-from ...session.layout import PoolLayout, PoolMeta
+from ...session.held import HolderClient
+from ...session.layout import PoolMeta
+from .device_pool import Devices, open_device_pool
+from .host_pool import open_host_pool
+from .pools import Pool
 from .protocol import MoverError, Reason
 
 ARENAS_MAX = 64
 POOLS_MAX = 64
 
 
-@dataclass(frozen=True, slots=True)
-class MappedPool:
-    """A pool in this process's memory; `identity` is equal exactly for mappings of the same memory."""
-
-    name: str
-    layout: PoolLayout
-    fingerprint: str
-    view: memoryview
-    identity: tuple[int, int]
-
-
 @dataclass(slots=True)
 class _Arena:
     reader: ArenaReader
     identity: tuple[int, int]
-    pool: MappedPool | None = None
+    pool: Pool | None = None
 
 
 class Sources:
     """Arenas by path and their pools by name, opened when they are first needed."""
 
-    def __init__(self, holder: HolderClient) -> None:
+    def __init__(self, holder: HolderClient, devices: Devices) -> None:
         self._holder = holder
+        self._devices = devices
         self._arenas: dict[Path, _Arena] = {}
-        self._pools: dict[str, MappedPool] = {}
+        self._pools: dict[str, Pool] = {}
 
     def reader(self, path: Path) -> ArenaReader:
         """The arena at `path`. Raises MoverError(ARENA)."""
         return self._open(path).reader
 
-    async def pool(self, path: Path) -> MappedPool:
+    async def pool(self, path: Path) -> Pool:
         """The pool of the arena at `path`, fetched from the holder when it is not mapped yet. Raises MoverError."""
         arena = self._open(path)
         if arena.pool is None:
             arena.pool = await self._map(path, _pool_name(path, arena.reader))
             self._unmap_unused()
         return arena.pool
+
+    async def prepare(self, path: Path) -> None:
+        """Fetch the pool of an arena if it is not mapped yet and its engine has published it. Raises MoverError."""
+        arena = self._open(path)
+        if arena.pool is None and (arena.reader.facts() or {}).get("pools"):
+            await self.pool(path)
 
     def release(self, path: Path) -> bool:
         """Let go of an arena, and of its pool when no other arena uses it; False if it was not open."""
@@ -99,14 +98,14 @@ class Sources:
         self._arenas[path] = opened
         return opened
 
-    async def _map(self, path: Path, name: str) -> MappedPool:
+    async def _map(self, path: Path, name: str) -> Pool:
         known = self._pools.get(name)
         if known is not None:
             return known
         if len(self._pools) >= POOLS_MAX:
             raise MoverError(Reason.POOL, f"{POOLS_MAX} pools are mapped; release the arenas of dead workers")
         try:
-            mapped = await asyncio.to_thread(_fetch, self._holder, name)
+            mapped = await asyncio.to_thread(_fetch, self._holder, self._devices, name)
         except PoolError as error:
             raise MoverError(Reason.POOL, f"arena {path}: {error}") from error
         # Two that wanted it at once get the same one.
@@ -140,12 +139,12 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _fetch(holder: HolderClient, name: str) -> MappedPool:
+def _fetch(holder: HolderClient, devices: Devices, name: str) -> Pool:
     fd, body = holder.get(name)
     try:
         meta = PoolMeta.from_json(body)
-        status = os.fstat(fd)
-        view = memoryview(map_pool(fd, meta.size_bytes))
+        if meta.gpu_uuid is None:
+            return open_host_pool(name, fd, meta)
+        return open_device_pool(devices, name, fd, meta)
     finally:
         os.close(fd)
-    return MappedPool(name, meta.layout, meta.fingerprint, view, (status.st_dev, status.st_ino))

@@ -1,6 +1,6 @@
 """Sums of full blocks, kept in memory: what a block held when it became full. Pure.
 
-Invariant: a sum belongs to one (arena, session, generation, table generation, ordinal); when any of these changes
+Invariant: a sum belongs to one (arena, session, generation, table generation, kind, ordinal); when any of these changes
 it is never compared again. Ordinals are summed in order, so a session's sums are those of its first blocks. Bounded
 in number.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...session.ids import SessionId
+from .pools import SumKind
 
 Owner = tuple[Path, SessionId, int]
 
@@ -20,6 +21,7 @@ SUMS_MAX = 8 << 20
 @dataclass(slots=True)
 class _Summed:
     table_generation: int
+    kind: SumKind
     sums: "array[int]" = field(default_factory=lambda: array("Q"))
 
 
@@ -41,17 +43,19 @@ class Sums:
         """How many more can be kept."""
         return self._count_max - self._count
 
-    def get(self, owner: Owner, table_generation: int) -> Sequence[int]:
+    def get(self, owner: Owner, table_generation: int, kind: SumKind) -> Sequence[int]:
         """The sums of a session's first blocks, as of one table generation."""
         summed = self._by_owner.get(owner)
-        return summed.sums if summed is not None and summed.table_generation == table_generation else ()
+        if summed is None or (summed.table_generation, summed.kind) != (table_generation, kind):
+            return ()
+        return summed.sums
 
-    def add(self, owner: Owner, table_generation: int, first: int, values: Iterable[int]) -> None:
-        """Add the sums of the blocks from ordinal `first` on; those of an older table generation are forgotten."""
+    def add(self, owner: Owner, table_generation: int, kind: SumKind, first: int, values: Iterable[int]) -> None:
+        """Add the sums of the blocks from ordinal `first` on; those of an older table or another kind are forgotten."""
         summed = self._by_owner.get(owner)
-        if summed is None or summed.table_generation != table_generation:
+        if summed is None or (summed.table_generation, summed.kind) != (table_generation, kind):
             self.drop(owner)
-            summed = self._by_owner[owner] = _Summed(table_generation)
+            summed = self._by_owner[owner] = _Summed(table_generation, kind)
         if len(summed.sums) == first:
             summed.sums.extend(values)
             self._count += len(summed.sums) - first

@@ -8,13 +8,17 @@ to stop: what cannot be read now is counted and tried again.
 import asyncio
 import logging
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from ...session.arena import ArenaReader, Slot, SlotState
+from ...session.errors import PoolError
 from . import coverage
-from .copying import sum_blocks
 from .counters import Counters
+from .coverage import Covered
+from .pools import Pool
 from .protocol import MoverError, Reason
 from .sources import ARENAS_MAX, Sources
 from .sums import Owner, Sums
@@ -23,7 +27,7 @@ POLL_S = 0.02
 # A session is looked at again when it could have filled its block at this pace, and in any case after LOOK_S_MAX.
 TOKEN_S = 0.002
 LOOK_S_MAX = 0.25
-BYTES_PER_LOOK = 64 << 20
+PREPARE_AGAIN_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +42,16 @@ class Follower(Protocol):
     def ended(self, path: Path, slot: Slot) -> None:
         """A session is no longer live in an arena."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """Blocks of a session that have no sum yet; the first of them has the ordinal `first`."""
+
+    owner: Owner
+    covered: Covered
+    first: int
+    blocks: tuple[int, ...]
 
 
 class Watcher:
@@ -60,6 +74,8 @@ class Watcher:
         self._workers: dict[Path, str] = {}
         self._live: dict[Path, dict[Owner, Slot]] = {}
         self._not_before: dict[Owner, float] = {}
+        self._next_look: dict[Path, float] = {}
+        self._unprepared: dict[Path, tuple[float, Reason]] = {}
         self._trouble: dict[Path, Reason] = {}
 
     @property
@@ -80,6 +96,8 @@ class Watcher:
         for owner in self._live.pop(path, {}):
             self._not_before.pop(owner, None)
         self._trouble.pop(path, None)
+        self._next_look.pop(path, None)
+        self._unprepared.pop(path, None)
         return self._workers.pop(path, None) is not None
 
     def live_sessions(self) -> int:
@@ -118,53 +136,103 @@ class Watcher:
                     self._follower.ended(path, slots.get(owner, slot))
         if self._follower is not None:
             self._follower.seen(path, list(live.values()))
-        now = time.monotonic()
-        for owner, slot in live.items():
-            if self._not_before.get(owner, 0.0) <= now:
-                await self._sum(reader, owner, slot)
+        await self._prepare(path)
+        await self._look(path, reader, live)
 
     async def seal(self, path: Path) -> int:
         """Sum what has no sum yet of the live sessions of a writer that is dead, tails too; how many blocks."""
         reader, pool = self._sources.reader(path), await self._sources.pool(path)
-        sealed = 0
+        room = self._sums.room
+        due = []
         for slot in [slot for slot in reader.slots() if slot.state is SlotState.LIVE]:
-            owner = (path, slot.session, slot.generation)
             try:
-                covered = coverage.read(reader, slot)
-                first = len(self._sums.get(owner, covered.table.generation))
-                due = covered.table.blocks[first : -(-covered.kv_len // pool.layout.block_tokens)][: self._sums.room]
-                values = await asyncio.to_thread(sum_blocks, pool, due)
-                coverage.check_unchanged(reader, covered)
+                found = self._due((path, slot.session, slot.generation), reader, slot, pool, tail=True, count_max=room)
             except MoverError:
                 continue
-            self._sums.add(owner, covered.table.generation, first, values)
-            sealed += len(due)
-        self._counters.blocks_summed += sealed
+            room -= len(found.blocks)
+            due.append(found)
+        sealed = 0
+        for batch in _batches(due, max(1, pool.pace.look_bytes // pool.layout.block_bytes)):
+            sealed += sum(len(found.blocks) for found in await self._sum(reader, pool, batch, sealing=True))
         return sealed
 
-    async def _sum(self, reader: ArenaReader, owner: Owner, slot: Slot) -> None:
-        pool = await self._sources.pool(owner[0])
-        block_tokens = pool.layout.block_tokens
-        due: tuple[int, ...] = ()
+    async def _prepare(self, path: Path) -> None:
+        """Have the pool mapped while its engine starts: a restore must not wait for a GPU that is first used."""
+        known = self._unprepared.get(path)
+        if known is not None and time.monotonic() < known[0]:
+            return
         try:
-            covered = coverage.read(reader, slot)
-            first = len(self._sums.get(owner, covered.table.generation))
-            due = covered.table.blocks[first : covered.kv_len // block_tokens]
-            due = due[: min(self._sums.room, max(1, BYTES_PER_LOOK // pool.layout.block_bytes))]
-            if due:
-                values = await asyncio.to_thread(sum_blocks, pool, due)
-                coverage.check_unchanged(reader, covered)
-        except MoverError:
-            # It ended, or was given other blocks, while it was looked at; the next turn sees what it is now.
-            self._counters.sums_dropped += len(due)
+            await self._sources.prepare(path)
+        except MoverError as error:
+            # Only a change is news; whoever needs the pool is told, too.
+            self._unprepared[path] = (time.monotonic() + PREPARE_AGAIN_S, error.reason)
+            if known is None or known[1] is not error.reason:
+                _log.info("event=no_pool worker=%s arena=%s error=%s", self._workers.get(path), path, error)
+        else:
+            self._unprepared.pop(path, None)
+
+    async def _look(self, path: Path, reader: ArenaReader, live: dict[Owner, Slot]) -> None:
+        """Sum the blocks of an arena that have filled."""
+        now = time.monotonic()
+        ready = [(owner, slot) for owner, slot in live.items() if self._not_before.get(owner, 0.0) <= now]
+        if not ready or now < self._next_look.get(path, 0.0):
             return
-        if owner[0] not in self._workers:
-            return
-        if due:
-            self._sums.add(owner, covered.table.generation, first, values)
-            self._counters.blocks_summed += len(due)
-        missing_tokens = (first + len(due) + 1) * block_tokens - covered.kv_len
-        self._not_before[owner] = time.monotonic() + min(LOOK_S_MAX, max(0, missing_tokens) * TOKEN_S)
+        pool = await self._sources.pool(path)
+        blocks_max = max(1, pool.pace.look_bytes // pool.layout.block_bytes)
+        due, room = [], self._sums.room
+        for owner, slot in ready:
+            try:
+                found = self._due(owner, reader, slot, pool, tail=False, count_max=min(room, blocks_max))
+            except MoverError:
+                # It ended, or was given other blocks, while it was looked at; the next turn sees what it is now.
+                continue
+            room -= len(found.blocks)
+            if found.blocks:
+                due.append(found)
+            else:
+                self._wait(found, pool)
+        for batch in _batches(due, blocks_max):
+            for found in await self._sum(reader, pool, batch, sealing=False):
+                self._wait(found, pool)
+            if pool.pace.look_s:
+                # One call and then a pause; what is left has its turn after that.
+                self._next_look[path] = time.monotonic() + pool.pace.look_s
+                return
+
+    def _due(self, owner: Owner, reader: ArenaReader, slot: Slot, pool: Pool, *, tail: bool, count_max: int) -> _Due:
+        """What has no sum yet of a session's blocks, full ones or all. Raises MoverError."""
+        covered = coverage.read(reader, slot)
+        first = len(self._sums.get(owner, covered.table.generation, pool.sum_kind))
+        block_tokens = pool.layout.block_tokens
+        count = -(-covered.kv_len // block_tokens) if tail else covered.kv_len // block_tokens
+        return _Due(owner, covered, first, covered.table.blocks[first:count][:count_max])
+
+    async def _sum(self, reader: ArenaReader, pool: Pool, batch: Sequence[_Due], *, sealing: bool) -> list[_Due]:
+        """Sum blocks of several sessions in one call; returns those that were still their sessions' afterwards."""
+        try:
+            values = await asyncio.to_thread(pool.sum_blocks, [block for due in batch for block in due.blocks])
+        except PoolError as error:
+            raise MoverError(Reason.POOL, f"arena {reader.path}: {error}") from error
+        if not sealing and reader.path not in self._workers:
+            return []
+        kept, at = [], 0
+        for due in batch:
+            mine = values[at : at + len(due.blocks)]
+            at += len(due.blocks)
+            try:
+                coverage.check_unchanged(reader, due.covered)
+            except MoverError:
+                self._counters.sums_dropped += len(mine)
+                continue
+            self._sums.add(due.owner, due.covered.table.generation, pool.sum_kind, due.first, mine)
+            self._counters.blocks_summed += len(mine)
+            kept.append(due)
+        return kept
+
+    def _wait(self, due: _Due, pool: Pool) -> None:
+        """Leave a session alone until it can have filled another block."""
+        missing_tokens = (due.first + len(due.blocks) + 1) * pool.layout.block_tokens - due.covered.kv_len
+        self._not_before[due.owner] = time.monotonic() + min(LOOK_S_MAX, max(0, missing_tokens) * TOKEN_S)
 
     def _stumbled(self, path: Path, error: MoverError) -> None:
         self._counters.watch_errors += 1
@@ -178,3 +246,17 @@ class Watcher:
                 error.reason.value,
                 error,
             )
+
+
+def _batches(due: Sequence[_Due], blocks_max: int) -> Iterator[list[_Due]]:
+    """Sessions that are summed in one call: as many as have at most `blocks_max` blocks together, and at least one."""
+    batch: list[_Due] = []
+    count = 0
+    for found in due:
+        if batch and count + len(found.blocks) > blocks_max:
+            yield batch
+            batch, count = [], 0
+        batch.append(found)
+        count += len(found.blocks)
+    if batch:
+        yield batch

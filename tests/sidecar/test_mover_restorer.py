@@ -13,6 +13,7 @@ from midstream.session.ids import SessionId
 from midstream.session.manifest import Manifest
 from midstream.session.store import Draft, StoredSnapshot, StoreFigures, Swept
 from midstream.sidecar.mover.counters import Counters
+from midstream.sidecar.mover.device import Devices
 from midstream.sidecar.mover.protocol import MoverError, Reason
 from midstream.sidecar.mover.restorer import Order, Restorer
 from midstream.sidecar.mover.sources import Sources
@@ -83,7 +84,7 @@ class Bench:
         )
         self.store = SlowStore(manifest, b"\7" * layout.block_bytes)
         self.counters = Counters()
-        self.restorer = Restorer(Sources(holder), Sums(), self.counters, self.store)
+        self.restorer = Restorer(Sources(holder, Devices(pytest.fail)), Sums(), self.counters, self.store)
         self.slot = self.worker.wait(SESSION, PROMPT, OUTPUTS, [5, 6])
 
     def order(self, deadline_s: float = 10.0) -> Order:

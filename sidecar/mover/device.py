@@ -1,0 +1,222 @@
+"""One GPU: a context, the kernels, and work that is sent to it. Calls block until the GPU has done what they ask.
+
+Owns the order on the card: parameters up, sums, copies of what is undamaged, answers down, all in one stream and one
+launch of each kernel for many blocks. Invariant: when `run` returns or raises nothing of it runs any more, but for a
+DeviceFault, after which this process ends and nothing is trusted.
+"""
+
+import contextlib
+import ctypes
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...session import vram
+from ...session.errors import PoolError
+from .device_calls import Calls
+from .device_kernels import PLANE, THREADS, TILE_VECTORS, compile_kernels
+from .device_lanes import BLOCKS_PER_LAUNCH, Lane, Lanes, Twin, Urgency
+from .device_sum import SEED, VECTOR_BYTES
+
+AGAIN_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Planes:
+    """The planes of a pool or a staging area, as the kernels read them; `tiles` is how many the largest one has."""
+
+    packed: bytes
+    count: int
+    tiles: int
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Where blocks are: an address on the card and the planes there."""
+
+    address: int
+    planes: Planes
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Blocks to be compared, copied, or both. `expected` are the sums of the first of them, as many as there are.
+
+    Without `destinations` nothing is copied. `in_place`: both sides are the same memory, and a block that already lies
+    where it should stays.
+    """
+
+    sources: Sequence[int]
+    destinations: Sequence[int] = ()
+    expected: Sequence[int] = ()
+    in_place: bool = False
+
+    def part(self, first: int, count: int) -> "Job":
+        """Some of the blocks."""
+        end = first + count
+        return Job(self.sources[first:end], self.destinations[first:end], self.expected[first:end], self.in_place)
+
+
+class Device:
+    """A GPU that this process uses. Open it with `Devices`."""
+
+    def __init__(self, ordinal: int, calls: Calls) -> None:
+        self.ordinal = ordinal
+        self._calls = calls
+        with vram.current(ordinal):
+            self._kernels = self._load()
+            self._lanes = Lanes(calls)
+
+    def sums(self, side: Side, blocks: Sequence[int]) -> list[int]:
+        """The sums of blocks, in order. Raises PoolError."""
+        # Compared with anything: what is found is what is asked for.
+        return self.run(side, side, Job(blocks, expected=[0] * len(blocks)), Urgency.BACKGROUND)
+
+    def run(self, source: Side, destination: Side, job: Job, urgency: Urgency) -> list[int]:
+        """Do a job; returns the sums that were found, of each block that is to be compared. Raises PoolError.
+
+        A block that differs from its sum is not copied.
+        """
+        found: list[int] = []
+        with vram.current(self.ordinal), self._lanes.lane(urgency) as lane:
+            for at in range(0, len(job.sources), BLOCKS_PER_LAUNCH):
+                found += self._launch(lane, source, destination, job.part(at, BLOCKS_PER_LAUNCH))
+        return found
+
+    @contextlib.contextmanager
+    def staging(self) -> Iterator[Twin]:
+        """A staging area of one's own. Raises PoolError."""
+        with vram.current(self.ordinal), self._lanes.staging() as twin:
+            yield twin
+
+    def download(self, twin: Twin, size_bytes: int) -> None:
+        """Bring the first bytes of a staging area from the card. Raises DeviceFault."""
+        copy = self._calls.driver.cuMemcpyDtoHAsync
+        with vram.current(self.ordinal), self._lanes.lane(Urgency.BACKGROUND) as lane:
+            self._calls.do(copy(twin.address, twin.device_address, size_bytes, lane.stream), "copy from the card")
+            self._calls.wait(lane.stream, "copy from the card")
+
+    def upload(self, twin: Twin, size_bytes: int) -> None:
+        """Bring the first bytes of a staging area onto the card. Raises DeviceFault."""
+        copy = self._calls.driver.cuMemcpyHtoDAsync
+        with vram.current(self.ordinal), self._lanes.lane(Urgency.RESTORE) as lane:
+            self._calls.do(copy(twin.device_address, twin.address, size_bytes, lane.stream), "copy onto the card")
+            self._calls.wait(lane.stream, "copy onto the card")
+
+    def _launch(self, lane: Lane, source: Side, destination: Side, job: Job) -> list[int]:
+        self._calls.check()
+        driver, do = self._calls.driver, self._calls.do
+        view, on_card = lane.parameters.view, lane.parameters.device_address
+        checked, parts = len(job.expected), source.planes.count * source.planes.tiles
+        if len(job.sources) * parts >= 1 << 31:
+            raise PoolError(f"{len(job.sources)} blocks of {source.planes.count} planes are too many for one launch")
+        columns = (
+            source.planes.packed,
+            destination.planes.packed,
+            array("Q", [SEED]) * checked,
+            array("Q", job.expected),
+            array("I", job.sources),
+            array("I", job.destinations),
+        )
+        places, end = [], 0
+        for column in columns:
+            raw = memoryview(column).cast("B")
+            view[end : end + len(raw)] = raw
+            places.append(end)
+            end += len(raw)
+        planes, to_planes, sums, expected, blocks, to_blocks = (_pointer(on_card + place) for place in places)
+        shape = (_count(source.planes.count), _count(source.planes.tiles))
+        what = f"run {len(job.sources)} blocks"
+        do(driver.cuMemcpyHtoDAsync(on_card, lane.parameters.address, end, lane.stream), what)
+        if checked:
+            arguments = (_pointer(source.address), planes, *shape, blocks, sums)
+            self._start("sum_blocks", lane, checked * parts, arguments)
+        if job.destinations:
+            sides = (_pointer(source.address), planes, _pointer(destination.address), to_planes)
+            lists = (blocks, to_blocks, sums, expected, _count(checked), _count(job.in_place))
+            self._start("copy_blocks", lane, len(job.sources) * parts, (*sides, *shape, *lists))
+        if checked:
+            down = (lane.parameters.address + places[2], on_card + places[2], checked * 8)
+            do(driver.cuMemcpyDtoHAsync(*down, lane.stream), what)
+        self._calls.wait(lane.stream, what)
+        return view[places[2] : places[3]].cast("Q").tolist()
+
+    def _start(self, name: str, lane: Lane, grid: int, arguments: "tuple[ctypes._SimpleCData[int], ...]") -> None:
+        pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+        launch = self._calls.driver.cuLaunchKernel
+        # The driver reads the arguments before it returns.
+        result = launch(self._kernels[name], grid, 1, 1, THREADS, 1, 1, 0, lane.stream, ctypes.addressof(pointers), 0)
+        self._calls.do(result, f"launch {name}")
+
+    def _load(self) -> dict[str, Any]:
+        driver, do = self._calls.driver, self._calls.do
+        what = f"ask what GPU {self.ordinal} is"
+        device = do(driver.cuDeviceGet(self.ordinal), what)
+        kind = driver.CUdevice_attribute
+        major = do(driver.cuDeviceGetAttribute(kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device), what)
+        minor = do(driver.cuDeviceGetAttribute(kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device), what)
+        module = do(driver.cuModuleLoadData(compile_kernels(f"sm_{major}{minor}")), "load the kernels")
+        names = ("sum_blocks", "copy_blocks")
+        return {name: do(driver.cuModuleGetFunction(module, name.encode()), f"find {name}") for name in names}
+
+
+class Devices:
+    """The GPUs of this process by their UUID, each opened once, when a pool on it is first needed."""
+
+    def __init__(self, on_fault: Callable[[str], None]) -> None:
+        self._on_fault = on_fault
+        self._calls: Calls | None = None
+        self._opened: dict[str, Device] = {}
+        self._refused: dict[str, tuple[float, str]] = {}
+        self._lock = threading.Lock()
+
+    def get(self, gpu_uuid: str) -> Device:
+        """The GPU of that UUID. Raises PoolError; then it is not tried again for AGAIN_S."""
+        with self._lock:
+            device = self._opened.get(gpu_uuid)
+            if device is not None:
+                return device
+            since, text = self._refused.get(gpu_uuid, (0.0, ""))
+            if text and time.monotonic() - since < AGAIN_S:
+                raise PoolError(text)
+            try:
+                device = self._opened[gpu_uuid] = self._open(gpu_uuid)
+            except PoolError as error:
+                self._refused[gpu_uuid] = (time.monotonic(), str(error))
+                raise
+            return device
+
+    def _open(self, gpu_uuid: str) -> Device:
+        ordinal = vram.device_of(gpu_uuid)
+        if self._calls is None:
+            from cuda.bindings import driver
+
+            self._calls = Calls(driver, self._on_fault)
+        return Device(ordinal, self._calls)
+
+
+def _pointer(address: int) -> ctypes.c_uint64:
+    return ctypes.c_uint64(address)
+
+
+def _count(value: int) -> ctypes.c_uint32:
+    return ctypes.c_uint32(value)
+
+
+def planes_of(spans: Sequence[tuple[int, int, int]]) -> Planes:
+    """Planes from (offset, stride, bytes) each. Raises PoolError for what the kernels cannot read."""
+    packed, before, tiles = bytearray(), 0, 0
+    for offset, stride, size_bytes in spans:
+        if offset % VECTOR_BYTES or stride % VECTOR_BYTES or size_bytes % VECTOR_BYTES:
+            raise PoolError(
+                f"a plane at {offset} with stride {stride} and {size_bytes} bytes a block is not in units of "
+                f"{VECTOR_BYTES} bytes; its sessions are recomputed"
+            )
+        vectors = size_bytes // VECTOR_BYTES
+        packed += PLANE.pack(offset, stride, vectors, before)
+        before += vectors
+        tiles = max(tiles, -(-vectors // TILE_VECTORS))
+    return Planes(bytes(packed), len(spans), tiles)

@@ -1,0 +1,117 @@
+"""Lanes of a GPU: a stream and the buffers that go with it, each for one thread at a time.
+
+Owns their number and memory: per GPU URGENT_LANES + BACKGROUND_LANES lanes of LANE_BYTES, pinned and on the card, and
+at most STAGINGS areas of STAGING_BYTES, pinned and on the card, each made when it is first needed. Invariant: a lane is
+given back only when nothing of it runs any more. Restores have the lanes that go first on the card.
+"""
+
+import ctypes
+import mmap
+import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, TypeVar
+
+from ...session.errors import PoolError
+from ...session.layout import PLANES_MAX
+from .device_calls import Calls
+from .device_kernels import PLANE
+
+T = TypeVar("T")
+
+URGENT_LANES = 4
+BACKGROUND_LANES = 2
+STAGINGS = 2
+STAGING_BYTES = 64 << 20
+BLOCKS_PER_LAUNCH = 16384
+# Planes of both sides; of each block its sum, the expected one, and its number on both sides.
+LANE_BYTES = 2 * PLANES_MAX * PLANE.size + BLOCKS_PER_LAUNCH * (8 + 8 + 4 + 4)
+WAIT_S_MAX = 60.0
+
+
+class Urgency(Enum):
+    """Who waits for it."""
+
+    RESTORE = auto()
+    BACKGROUND = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """Pinned memory of this process, and as much on the card."""
+
+    view: memoryview
+    address: int
+    device_address: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A stream, and where what is sent along it is packed."""
+
+    stream: Any
+    parameters: Twin
+
+
+class Lanes:
+    """All lanes and staging areas of a GPU. Its context must be current wherever something is taken. PoolError."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        driver = calls.driver
+        least, greatest = calls.do(driver.cuCtxGetStreamPriorityRange(), "ask for the priorities of streams")
+        self._lanes: dict[Urgency, queue.Queue[Lane]] = {}
+        for urgency, count, priority in (
+            (Urgency.RESTORE, URGENT_LANES, greatest),
+            (Urgency.BACKGROUND, BACKGROUND_LANES, least),
+        ):
+            lanes = self._lanes[urgency] = queue.LifoQueue()
+            flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            for _ in range(count):
+                stream = calls.do(driver.cuStreamCreateWithPriority(flags, priority), "make a stream")
+                lanes.put(Lane(stream, self._twin(LANE_BYTES)))
+        self._stagings: queue.Queue[Twin | None] = queue.LifoQueue()
+        for _ in range(STAGINGS):
+            self._stagings.put(None)
+
+    @contextmanager
+    def lane(self, urgency: Urgency) -> Iterator[Lane]:
+        """A lane of one's own."""
+        lane = _taken(self._lanes[urgency])
+        try:
+            yield lane
+        finally:
+            self._lanes[urgency].put(lane)
+
+    @contextmanager
+    def staging(self) -> Iterator[Twin]:
+        """A staging area of one's own. Take it before a lane, so that nobody holds a lane while waiting for it."""
+        staging = _taken(self._stagings)
+        try:
+            if staging is None:
+                staging = self._twin(STAGING_BYTES)
+            yield staging
+        finally:
+            self._stagings.put(staging)
+
+    def _twin(self, size_bytes: int) -> Twin:
+        driver = self._calls.driver
+        memory = mmap.mmap(-1, size_bytes)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        device_address = int(self._calls.do(driver.cuMemAlloc(size_bytes), f"have {size_bytes} bytes on the card"))
+        try:
+            # Registered memory is much faster to have than memory that the driver allocates, and as fast to copy.
+            self._calls.do(driver.cuMemHostRegister(address, size_bytes, 0), f"pin {size_bytes} bytes")
+        except PoolError:
+            driver.cuMemFree(device_address)
+            raise
+        return Twin(memoryview(memory), address, device_address)
+
+
+def _taken(queued: "queue.Queue[T]") -> T:
+    try:
+        return queued.get(timeout=WAIT_S_MAX)
+    except queue.Empty:
+        raise PoolError(f"the GPU was busy for {WAIT_S_MAX:g} s; see what else runs on it") from None

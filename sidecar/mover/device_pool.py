@@ -1,0 +1,167 @@
+"""Pools in VRAM: blocks summed, copied, gathered and scattered by kernels.
+
+Owns the mappings of one pool, on the GPU where it lies and on those that have copied from it; they go when the last one
+who uses the pool lets go of it. Keeps the contract of `pools.py`.
+"""
+
+import contextlib
+import logging
+import operator
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+
+from ...session import vram
+from ...session.errors import PoolError
+from ...session.layout import PoolLayout, PoolMeta
+from .device import Device, Devices, Job, Planes, Side, planes_of
+from .device_lanes import STAGING_BYTES, URGENT_LANES, Urgency
+from .pools import BlockDamaged, Copied, Copies, Pace, Pool, SumKind
+
+__all__ = ["DevicePool", "Devices", "open_device_pool"]
+
+# A look takes the card for a fraction of a millisecond, ten times a second; a step for about one millisecond.
+PACE = Pace(look_s=0.1, look_bytes=1 << 30, step_bytes=1 << 30, at_once=URGENT_LANES)
+
+_log = logging.getLogger(__name__)
+
+
+class DevicePool:
+    """A pool on a GPU, mapped for its kernels."""
+
+    sum_kind = SumKind.DEVICE
+    pace = PACE
+
+    def __init__(self, device: Device, name: str, fd: int, meta: PoolMeta) -> None:
+        self.name = name
+        self.memory = meta.memory
+        self.layout: PoolLayout = meta.layout
+        self.fingerprint = meta.fingerprint
+        self.identity = (meta.memory, meta.identity)
+        self._device = device
+        self._size_bytes = meta.size_bytes
+        self._planes = planes_of([(p.offset, p.stride, p.size_bytes) for p in meta.layout.planes])
+        self._staged = _staged(meta.layout)
+        if meta.layout.block_bytes > STAGING_BYTES:
+            raise PoolError(
+                f"pool {name}: a block of {meta.layout.block_bytes} bytes is larger than the {STAGING_BYTES} that can "
+                "be staged; use a smaller block size"
+            )
+        mapping = vram.map_device_pool(fd, meta.size_bytes, device.ordinal)
+        self._mappings = {device.ordinal: mapping}
+        self._lock = threading.Lock()
+        # For GPUs that are to copy from it: only a descriptor can be mapped once more.
+        self._fd = os.dup(fd)
+        weakref.finalize(self, _let_go, self._mappings, self._fd).atexit = False
+
+    def sum_blocks(self, blocks: Sequence[int]) -> list[int]:
+        """The sums of blocks, in order, in as few launches as can be."""
+        self._check(blocks)
+        return self._device.sums(self._side(self._device), blocks)
+
+    def copy_to(self, destination: Pool, work: Copies) -> Copied:
+        """Copy blocks; a damaged one is left out, and those around it may be copied."""
+        if not isinstance(destination, DevicePool):
+            raise PoolError(f"pools {self.name} and {destination.name} lie in different memory; go on from disk")
+        self._check(work.sources)
+        destination._check(work.destinations)
+        in_place = self.identity == destination.identity
+        here, there = self._device, destination._device
+        job = Job(work.sources, work.destinations, work.expected, in_place)
+        if here is there:
+            found = there.run(self._side(there), destination._side(there), job, Urgency.RESTORE)
+        else:
+            # Compared where they lie, so that they cross the link once.
+            job = Job(work.sources[: len(work.expected)], expected=work.expected)
+            found = here.run(self._side(here), self._side(here), job, Urgency.RESTORE)
+        index = _first_damaged(found, work.expected)
+        if index is not None:
+            return Copied(0, index, 0, work.first + index)
+        if here is not there:
+            job = Job(work.sources, work.destinations)
+            there.run(self._side(there), destination._side(there), job, Urgency.RESTORE)
+        staying = sum(map(operator.eq, work.sources, work.destinations)) if in_place else 0
+        checked = len(work.expected)
+        return Copied((len(work.sources) - staying) * self.layout.block_bytes, checked, len(work.sources) - checked)
+
+    def gather(self, blocks: Sequence[int], expected: Sequence[int]) -> Iterator[bytes]:
+        """The bytes of blocks, brought from the card a staging area at a time."""
+        self._check(blocks)
+        size = self.layout.block_bytes
+        step = STAGING_BYTES // size
+        for at in range(0, len(blocks), step):
+            job = Job(blocks[at : at + step], range(len(blocks[at : at + step])), expected[at : at + step])
+            with self._device.staging() as twin:
+                side = Side(twin.device_address, self._staged)
+                found = self._device.run(self._side(self._device), side, job, Urgency.BACKGROUND)
+                damaged = _first_damaged(found, job.expected)
+                count = len(job.sources) if damaged is None else damaged
+                if count:
+                    self._device.download(twin, count * size)
+                # Copied out, so that nobody waits for the area while these are compressed and written.
+                raws = [bytes(twin.view[n * size : (n + 1) * size]) for n in range(count)]
+            yield from raws
+            if damaged is not None:
+                raise BlockDamaged(at + damaged)
+
+    def scatter(self, raws: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Put blocks' bytes where they belong, a staging area at a time."""
+        self._check(blocks)
+        size = self.layout.block_bytes
+        step = STAGING_BYTES // size
+        for at in range(0, len(blocks), step):
+            part = blocks[at : at + step]
+            with self._device.staging() as twin:
+                for n, raw in enumerate(raws[at : at + step]):
+                    twin.view[n * size : (n + 1) * size] = raw
+                self._device.upload(twin, len(part) * size)
+                side = Side(twin.device_address, self._staged)
+                job = Job(range(len(part)), part)
+                self._device.run(side, self._side(self._device), job, Urgency.RESTORE)
+
+    def _check(self, blocks: Sequence[int]) -> None:
+        """Raise PoolError for a block that does not exist: kernels would write anywhere."""
+        if blocks and not 0 <= min(blocks) <= max(blocks) < self.layout.block_count:
+            raise PoolError(
+                f"blocks {min(blocks)} to {max(blocks)} are not all in a pool of {self.layout.block_count}; "
+                "the block table is not of this pool"
+            )
+
+    def _side(self, device: Device) -> Side:
+        with self._lock:
+            mapping = self._mappings.get(device.ordinal)
+            if mapping is None:
+                mapping = vram.map_device_pool(self._fd, self._size_bytes, device.ordinal)
+                self._mappings[device.ordinal] = mapping
+        return Side(mapping.address, self._planes)
+
+
+def open_device_pool(devices: Devices, name: str, fd: int, meta: PoolMeta) -> DevicePool:
+    """Map a pool on its GPU; the descriptor may be closed afterwards. Raises PoolError."""
+    if meta.gpu_uuid is None:
+        raise PoolError(f"pool {name} lies in host memory; map it as such")
+    return DevicePool(devices.get(meta.gpu_uuid), name, fd, meta)
+
+
+def _staged(layout: PoolLayout) -> Planes:
+    """Blocks one after the other, all planes of each in order: how they lie in a staging area."""
+    spans, offset = [], 0
+    for plane in layout.planes:
+        spans.append((offset, layout.block_bytes, plane.size_bytes))
+        offset += plane.size_bytes
+    return planes_of(spans)
+
+
+def _first_damaged(found: Sequence[int], expected: Sequence[int]) -> int | None:
+    return next((n for n, (one, other) in enumerate(zip(found, expected, strict=True)) if one != other), None)
+
+
+def _let_go(mappings: dict[int, vram.DeviceMapping], fd: int) -> None:
+    with contextlib.suppress(OSError):
+        os.close(fd)
+    for mapping in mappings.values():
+        try:
+            mapping.close()
+        except PoolError as error:
+            _log.warning("event=pool_not_unmapped error=%s", error)

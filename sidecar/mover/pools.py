@@ -1,0 +1,115 @@
+"""What the rest of the mover may do with a pool, wherever its memory is. Pure.
+
+Owns the contract that `host_pool.py` and `device_pool.py` keep. Invariants: no byte of a block reaches a destination
+unless the block equals its sum, where it has one; when a call returns or raises, nothing of it is read or written any
+more; sums of one `SumKind` are never compared with those of another. Calls block: they are for worker threads.
+"""
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from ...session.errors import MidstreamError
+from ...session.layout import PoolLayout
+
+
+class SumKind(StrEnum):
+    """How a sum was computed."""
+
+    XXH3 = "xxh3-64"
+    DEVICE = "device-64"
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Blocks to copy, from `sources` to `destinations`; `first` is the ordinal of the first of them.
+
+    `expected` are the sums of the first of them, as many as there are.
+    """
+
+    first: int
+    sources: Sequence[int]
+    destinations: Sequence[int]
+    expected: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What was done; `damaged` is the ordinal of the first block that differs from its sum: it was not copied."""
+
+    bytes: int
+    verified: int
+    unverified: int
+    damaged: int | None = None
+
+
+class BlockDamaged(MidstreamError):
+    """A block that was to be read differs from its sum; `index` is its place among those that were asked for."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(f"block {index} of those asked for differs from its sum; do not use it")
+        self.index = index
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How much is done at once in one kind of memory.
+
+    `look_s`: the least time between two looks at an arena (0: none), each of which sums at most `look_bytes` in one
+    call; a restore is carried out in steps of `step_bytes`, and `at_once` of all restores' steps run at the same time.
+    """
+
+    look_s: float
+    look_bytes: int
+    step_bytes: int
+    at_once: int
+
+
+class Pool(Protocol):
+    """A pool that this process can reach; `identity` is equal exactly for the same memory."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def memory(self) -> str:
+        """Where it lies, as its meta says."""
+        ...
+
+    @property
+    def layout(self) -> PoolLayout: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def identity(self) -> Hashable: ...
+
+    @property
+    def sum_kind(self) -> SumKind: ...
+
+    @property
+    def pace(self) -> Pace: ...
+
+    def sum_blocks(self, blocks: Sequence[int]) -> list[int]:
+        """The sums of blocks, in order. Raises PoolError."""
+        ...
+
+    def copy_to(self, destination: "Pool", work: Copies) -> Copied:
+        """Copy blocks, each compared with its sum first; both layouts must have planes of the same sizes.
+
+        A block that already lies where it should is only compared. Raises PoolError.
+        """
+        ...
+
+    def gather(self, blocks: Sequence[int], expected: Sequence[int]) -> Iterator[bytes]:
+        """The bytes of blocks in order, all planes of each in order; the first are compared with their sums `expected`.
+
+        Raises BlockDamaged instead of giving out a block that differs, and PoolError.
+        """
+        ...
+
+    def scatter(self, raws: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Put blocks' bytes where they belong; each must have the size of a block. Raises PoolError."""
+        ...
