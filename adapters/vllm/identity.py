@@ -15,6 +15,7 @@ from .obstacles import obstacles, of_options, plain_version
 from .settings import PluginSettings
 
 _MODEL_OPTIONS = ("max_model_len", "generation_config", "override_generation_config", "hf_overrides", "logprobs_mode")
+_DRIVER = Path("/sys/module/nvidia/version")
 _GRAMMAR_OPTIONS = ("backend", "reasoning_parser", "enable_in_reasoning", "disable_any_whitespace")
 
 
@@ -94,7 +95,9 @@ def _pools(settings: PluginSettings, ranks: int) -> tuple[list[str], bool, str, 
         names.append(name)
         owners.append(int(meta["owner"]["pid"]))
         adopted.append(bool(meta["owner"].get("adopted_from")))
-        fingerprints.append(str(meta["fingerprint"]))
+        # How a block is made up, and what its bytes mean.
+        meaning = meta["owner"].get("meaning")
+        fingerprints.append(str(meta["fingerprint"]) + (f"/{meaning}" if meaning else ""))
     if any(adopted) and not all(adopted):
         log.warning("midstream: only some ranks run in the old pools; sessions will be recomputed")
         return [], True, "", owners
@@ -121,6 +124,7 @@ def _key(vllm_config: Any) -> dict[str, str | int | None]:
         "quantization": str(model.quantization),
         "enforce_eager": int(model.enforce_eager),
         "attention": str(getattr(getattr(vllm_config, "attention_config", None), "backend", None)),
+        **_gpu(vllm_config),
         "threads": os.environ.get("OMP_NUM_THREADS") or os.environ.get("VLLM_CPU_OMP_THREADS_BIND"),
         "lora": None if lora is None else f"rank{lora.max_lora_rank}",
         # No KV depends on these, but how an answer goes on from it does.
@@ -138,18 +142,45 @@ def _plain(value: Any) -> str | int | None:
 
 
 def _device(kind: str) -> str:
+    if kind == "cuda":
+        from vllm.platforms import current_platform
+
+        # Asked of NVML: the core has no CUDA context, and must not get one, where workers are processes of their own.
+        return str(current_platform.get_device_name())
     import torch
 
-    if kind == "cuda":
-        return f"{torch.cuda.get_device_name()} driver {_driver()}"
     return f"{kind} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
+def _gpu(vllm_config: Any) -> dict[str, str | int | None]:
+    """What else decides which numbers a GPU computes: what lies below torch, and which kernels options choose."""
+    if vllm_config.device_config.device_type != "cuda":
+        return {}
+    import torch
+
+    compilation = vllm_config.compilation_config
+    return {
+        "driver": guarded(default="unknown")(_driver)(),
+        "cuda_runtime": str(torch.version.cuda),
+        "model_runner": "v2" if getattr(vllm_config, "use_v2_model_runner", False) else "v1",
+        "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT"),
+        "compilation": str(getattr(compilation, "mode", None)),
+        "cuda_graphs": str(getattr(compilation, "cudagraph_mode", None)),
+    }
+
+
 def _driver() -> str:
+    """The version of the kernel's driver, from whoever tells it here."""
     try:
-        return Path("/sys/module/nvidia/version").read_text().strip()
+        return _DRIVER.read_text().strip()
     except OSError:
-        return "unknown"
+        from vllm.third_party import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def _fingerprint(name: str, of: Any) -> str:

@@ -1,36 +1,64 @@
 """Placement of the KV pool: in memory that the holder keeps, or the pool of the epoch before.
 
-Owns the one buffer of this process. Nothing here ever zeroes a pool that was adopted, and none is adopted while a
-process of the engine that had it is left, nor by an engine whose own sessions cannot go on exactly. Where placement
-fails, vLLM allocates as it always did and the sidecar is told nothing: sessions then have no KV to come back to.
+Owns the one pool of this process. All that vLLM allocates for KV lies in it, one tensor after the other, on the
+engine's device (pool_host.py, pool_cuda.py). Nothing here ever zeroes a pool that was adopted, and none is adopted
+while a process of the engine that had it is left, nor by an engine whose own sessions cannot go on exactly, nor by a
+worker that cannot be kept from writing to it while it warms up. Where placement fails, vLLM allocates as it always did
+and the sidecar is told nothing: sessions then have no KV to come back to.
 """
 
 import hashlib
-import mmap
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ...session.errors import ArenaError, PoolError
-from ...session.held import HolderClient, create_host_pool, map_pool
-from ...session.layout import Plane, PoolLayout, PoolMeta
+from ...session.held import HolderClient
+from ...session.layout import PoolMeta
 from ..alive import require_gone
-from .guard import log, patch, report
-from .settings import plugin_settings
+from .guard import guarded, log, patch, report
+from .pool_layout import layout_of, meaning_of
+from .settings import PluginSettings, plugin_settings
+
+# Each tensor begins at one, as those of the engine's own allocators do.
+ALIGNMENT = 4096
+DEVICES = ("cpu", "cuda")
 
 
-@dataclass(slots=True)
-class PlacedPool:
-    """This process's pool: descriptor and mapping stay open as long as the engine lives."""
+class Memory(Protocol):
+    """A pool's memory in this process: descriptor and mapping stay open as long as the engine lives."""
 
     fd: int
     size_bytes: int
-    shape: str
-    memory: mmap.mmap
-    tensor: Any
-    adopted_from: str | None
+    memory: str
+    identity: str
+
+    @property
+    def address(self) -> int:
+        """Where it begins in this process."""
+
+    def tensor(self, offset: int, size_bytes: int) -> Any:
+        """`size_bytes` of it as int8."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """The pool of the epoch before, in which this engine runs."""
+
     name: str
+    meta: PoolMeta
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPool:
+    """This process's pool."""
+
+    name: str
+    memory: Memory
+    shape: str
+    adopted: Adopted | None
 
 
 _placed: PlacedPool | None = None
@@ -42,8 +70,8 @@ def placed() -> PlacedPool | None:
     return _placed
 
 
-def install(*, adopting: bool) -> None:
-    """Hook the allocation of the CPU backend (0.32: one int8 buffer for all layers), in a worker and once.
+def install(*, adopting: bool, v2: bool) -> None:
+    """Hook the allocation of the model runner in use (`v2` or the first one), in a worker and once.
 
     Without `adopting` the pool is one of its own, whatever was offered: an engine that may not be seen to keep off the
     blocks of the old sessions must not run in their memory.
@@ -52,54 +80,132 @@ def install(*, adopting: bool) -> None:
     if _installed:
         return
     _installed = True
-    from vllm.v1.worker import gpu_model_runner, utils
+    placing = _Placing(adopting, v2)
+    if v2:
+        from vllm.v1.worker.gpu import attn_utils
 
-    def make(original: Any) -> Any:
+        if hasattr(attn_utils, "allocate_kv_cache"):
+            patch(attn_utils, "allocate_kv_cache", ("kv_cache_config", "device", "layout"), placing.by_device)
+        else:
+            patch(attn_utils, "_allocate_kv_cache", ("kv_cache_config", "shared_layers", "device"), placing.by_layers)
+        return
+    from vllm.v1.worker import gpu_model_runner
+
+    # Where the runner imported a function by name, that is the name to replace.
+    if hasattr(gpu_model_runner, "allocate_kv_cache"):
+        patch(gpu_model_runner, "allocate_kv_cache", ("kv_cache_config", "device", "layout"), placing.by_device)
+        return
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    patch(GPUModelRunner, "_allocate_kv_cache_tensors", ("self", "kv_cache_config"), placing.by_runner)
+
+
+@dataclass(frozen=True, slots=True)
+class _Placing:
+    """vLLM's allocating functions, of each version and runner, with their memory taken from a held pool."""
+
+    adopting: bool
+    v2: bool
+
+    def by_device(self, original: Any) -> Any:
+        """0.32, both runners."""
+
         def allocate_kv_cache(kv_cache_config: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
-            if device.type != "cpu":
+            def allocate() -> Any:
                 return original(kv_cache_config, device, *args, **kwargs)
-            return _allocate(utils, original, adopting, kv_cache_config, device, *args, **kwargs)
+
+            return self._within(original, allocate, kv_cache_config, device, args)
 
         return allocate_kv_cache
 
-    # The runner imported the function by name, so that is the name to replace.
-    patch(gpu_model_runner, "allocate_kv_cache", ("kv_cache_config", "device", "layout"), make)
+    def by_layers(self, original: Any) -> Any:
+        """0.25, V2 runner."""
+
+        def _allocate_kv_cache(kv_cache_config: Any, shared_layers: Any, device: Any) -> Any:
+            def allocate() -> Any:
+                return original(kv_cache_config, shared_layers, device)
+
+            words = (shared_layers, _order_of_dimensions())
+            return self._within(original, allocate, kv_cache_config, device, words)
+
+        return _allocate_kv_cache
+
+    def by_runner(self, original: Any) -> Any:
+        """0.25, V1 runner."""
+
+        def _allocate_kv_cache_tensors(runner: Any, kv_cache_config: Any) -> Any:
+            def allocate() -> Any:
+                return original(runner, kv_cache_config)
+
+            return self._within(original, allocate, kv_cache_config, runner.device, (_order_of_dimensions(),))
+
+        return _allocate_kv_cache_tensors
+
+    def _within(
+        self, original: Any, allocate: Callable[[], Any], config: Any, device: Any, words: tuple[Any, ...]
+    ) -> Any:
+        global _placed
+        pool = None
+        if _placed is None and device.type in DEVICES:
+            try:
+                pool = _place(bytes_of(config), _shape(config, words), device, adopting=self.adopting, v2=self.v2)
+            except Exception:
+                report("placement of the KV pool")
+        if pool is None:
+            return allocate()
+        result = _laid_into(pool.memory, sys.modules[original.__module__], allocate)
+        _placed = pool
+        return result
 
 
-def _allocate(module: Any, original: Any, adopting: bool, config: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
-    """vLLM's own allocation, with its one large buffer laid into a held pool."""
-    global _placed
+def _laid_into(memory: Memory, module: Any, allocate: Callable[[], Any]) -> Any:
+    """What `allocate` returns, a function of `module`, with its large int8 buffers lying in `memory`."""
     torch = module.torch
-    shape = _shape(config, args)
+    end = 0
 
     class Placing:
-        """`torch` as the allocating module sees it: only its large int8 buffer comes from elsewhere."""
+        """`torch` as the allocating module sees it: only its int8 buffers come from elsewhere."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(torch, name)
 
         def zeros(self, *size: Any, **options: Any) -> Any:
-            global _placed
+            nonlocal end
             large = len(size) == 1 and isinstance(size[0], int) and options.get("dtype") is torch.int8
-            if large and _placed is None:
-                try:
-                    _placed = _place(size[0], shape, adopting=adopting)
-                    return _placed.tensor
-                except Exception:
-                    report("placement of the KV pool")
+            if large and end + size[0] <= memory.size_bytes:
+                start, end = end, _aligned(end + size[0])
+                return memory.tensor(start, size[0])
+            # More than the configuration says: such a layer lies outside, and a pool with that is not announced.
             return torch.zeros(*size, **options)
 
     module.torch = Placing()
     try:
-        return original(config, device, *args, **kwargs)
+        return allocate()
     finally:
         module.torch = torch
 
 
-def _shape(config: Any, args: tuple[Any, ...]) -> str:
+def bytes_of(config: Any) -> int:
+    """What vLLM allocates for a cache: one buffer for all tensors with a stride of their own, one for each other."""
+    shared = max((t.size for t in config.kv_cache_tensors if t.block_stride > 0), default=0)
+    return _aligned(shared) + sum(_aligned(t.size) for t in config.kv_cache_tensors if not t.block_stride > 0)
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _shape(config: Any, words: tuple[Any, ...]) -> str:
     """What must be equal for a new engine to find its KV where an old one left it."""
-    text = repr((config.num_blocks, config.kv_cache_tensors, config.kv_cache_groups, args))
+    text = repr((config.num_blocks, config.kv_cache_tensors, config.kv_cache_groups, words))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _order_of_dimensions() -> str:
+    """0.25: whether heads or tokens come first in a block, which the cache's configuration does not say."""
+    from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+    return str(guarded(default="unknown")(get_kv_cache_layout)())
 
 
 def _rank() -> int:
@@ -108,33 +214,46 @@ def _rank() -> int:
     return int(get_tensor_model_parallel_rank())
 
 
-def _place(size_bytes: int, shape: str, *, adopting: bool) -> PlacedPool:
-    import torch
+def _kind(device: Any) -> Any:
+    if device.type == "cuda":
+        from .pool_cuda import CudaMemory
 
+        return CudaMemory
+    from .pool_host import HostMemory
+
+    return HostMemory
+
+
+def _place(size_bytes: int, shape: str, device: Any, *, adopting: bool, v2: bool) -> PlacedPool:
     settings = plugin_settings()
     if settings is None:
         raise PoolError("no holder is named in the environment")
     rank = _rank()
     name = settings.pool_name(rank)
-    fd, adopted_from = None, None
+    memory, adopted = None, None
     if adopting and settings.adopt is not None:
         try:
-            fd, adopted_from = _old_pool(size_bytes, shape, rank)
+            memory, adopted = _adopt(settings, size_bytes, shape, device, rank, v2=v2)
         except (PoolError, ArenaError) as error:
             log.warning("midstream: the old pool cannot be adopted (%s); a new one is made", error)
-    if fd is None:
-        fd = create_host_pool(size_bytes)
-    memory = map_pool(fd, size_bytes)
-    tensor = torch.frombuffer(memory, dtype=torch.int8)
-    log.info("midstream: KV pool %s, %d bytes, %s", name, size_bytes, adopted_from or "new")
-    return PlacedPool(fd, size_bytes, shape, memory, tensor, adopted_from, name)
+    if memory is None:
+        memory = _kind(device).create(size_bytes, device)
+    log.info(
+        "midstream: KV pool %s, %d bytes in %s, %s",
+        name,
+        memory.size_bytes,
+        memory.memory,
+        "new" if adopted is None else adopted.name,
+    )
+    return PlacedPool(name, memory, shape, adopted)
 
 
-def _old_pool(size_bytes: int, shape: str, rank: int) -> tuple[int, str]:
+def _adopt(
+    settings: PluginSettings, size_bytes: int, shape: str, device: Any, rank: int, *, v2: bool
+) -> tuple[Memory, Adopted]:
     from ...session.arena import ArenaReader
 
-    settings = plugin_settings()
-    if settings is None or settings.adopt is None:
+    if settings.adopt is None:
         raise PoolError("no arena to adopt from is named")
     if settings.arena is None:
         raise PoolError("without an arena of its own this engine could not keep off the old sessions' blocks")
@@ -148,12 +267,24 @@ def _old_pool(size_bytes: int, shape: str, rank: int) -> tuple[int, str]:
     if rank >= len(pools):
         raise PoolError(f"the old engine had no pool for rank {rank}")
     require_gone(facts)
-    fd, meta = HolderClient(settings.holder).get(pools[rank])
-    owner = PoolMeta.from_json(meta).owner
-    if meta["size_bytes"] != size_bytes or owner.get("shape") != shape:
+    name = str(pools[rank])
+    fd, body = HolderClient(settings.holder).get(name)
+    try:
+        meta = PoolMeta.from_json(body)
+        if meta.size_bytes < size_bytes or meta.owner.get("shape") != shape:
+            raise PoolError(f"pool {name} has another size or shape; start the engine with the same options")
+        if v2 and not _kept_off():
+            raise PoolError("this vLLM cannot be kept from writing to its blocks while it warms up")
+        return _kind(device).adopt(fd, meta, device), Adopted(name, meta)
+    except Exception:
         os.close(fd)
-        raise PoolError(f"pool {pools[rank]} has another size or shape; start the engine with the same options")
-    return fd, str(pools[rank])
+        raise
+
+
+def _kept_off() -> bool:
+    from . import warm_up
+
+    return guarded(default=False)(warm_up.keep_off)()
 
 
 def announce(kv_caches: Mapping[str, Any], block_count: int, block_tokens: int) -> None:
@@ -161,43 +292,19 @@ def announce(kv_caches: Mapping[str, Any], block_count: int, block_tokens: int) 
     pool, settings = _placed, plugin_settings()
     if pool is None or settings is None:
         return
-    layout = layout_of(kv_caches, pool.tensor.data_ptr(), block_count, block_tokens)
-    owner = {"pid": os.getpid(), "fd": pool.fd, "shape": pool.shape, "adopted_from": pool.adopted_from}
-    meta = PoolMeta(pool.size_bytes, layout, layout.fingerprint(), owner)
-    HolderClient(settings.holder).put(pool.name, pool.fd, meta.to_json())
-
-
-def layout_of(kv_caches: Mapping[str, Any], base: int, block_count: int, block_tokens: int) -> PoolLayout:
-    """Where the blocks lie, from the layers' views `[blocks, ...]` over the buffer at address `base`."""
-    planes = {_plane(name, view, base, block_count) for name, view in kv_caches.items()}
-    return PoolLayout(block_count, block_tokens, tuple(_merged(sorted(planes, key=lambda p: p.offset))))
-
-
-def _plane(name: str, view: Any, base: int, block_count: int) -> Plane:
-    if view.shape[0] % block_count:
-        raise PoolError(f"layer {name}: shape {tuple(view.shape)} is not one of {block_count} blocks")
-    parts = view.shape[0] // block_count
-    item = view.element_size()
-    size = view[0].numel() * item
-    # A block's values must fill one span: sorted by stride, each dimension begins where the smaller ones end.
-    dense = 1
-    for stride, length in sorted(zip(view.stride()[1:], view.shape[1:], strict=True)):
-        if length > 1 and stride != dense:
-            raise PoolError(f"layer {name}: a block is not contiguous (strides {view.stride()})")
-        dense *= length
-    stride = view.stride(0) * item
-    if parts > 1 and stride != size:
-        raise PoolError(f"layer {name}: {parts} parts of a block are not contiguous")
-    return Plane(view.data_ptr() - base, stride * parts, size * parts)
-
-
-def _merged(planes: list[Plane]) -> list[Plane]:
-    """Neighbours with one stride are one plane: fewer, larger copies."""
-    merged: list[Plane] = []
-    for plane in planes:
-        last = merged[-1] if merged else None
-        if last is not None and last.stride == plane.stride and last.offset + last.size_bytes == plane.offset:
-            merged[-1] = Plane(last.offset, last.stride, last.size_bytes + plane.size_bytes)
-        else:
-            merged.append(plane)
-    return merged
+    memory = pool.memory
+    layout = layout_of(kv_caches, memory.address, block_count, block_tokens)
+    meaning = meaning_of(kv_caches, block_count)
+    old = pool.adopted
+    if old is not None and (old.meta.layout, old.meta.owner.get("meaning")) != (layout, meaning):
+        raise PoolError(f"pool {old.name} was adopted, but its blocks lie or read otherwise; sessions are recomputed")
+    owner = {
+        "pid": os.getpid(),
+        "fd": memory.fd,
+        "shape": pool.shape,
+        "meaning": meaning,
+        "adopted_from": None if old is None else old.name,
+    }
+    layout.check_fits(memory.size_bytes)
+    meta = PoolMeta(memory.size_bytes, layout, layout.fingerprint(), owner, memory.memory, memory.identity)
+    HolderClient(settings.holder).put(pool.name, memory.fd, meta.to_json())

@@ -25,7 +25,8 @@ class WorkerSide:
     def __init__(self, settings: PluginSettings, vllm_config: Any, kv_cache_config: Any) -> None:
         # vLLM makes the worker's connector before it allocates the pool.
         adopting = guarded(default=False)(may_adopt)(vllm_config)
-        guarded(default=None)(pool.install)(adopting=adopting)
+        v2 = bool(getattr(vllm_config, "use_v2_model_runner", False))
+        guarded(default=None)(pool.install)(adopting=adopting, v2=v2)
         guarded(default=None)(ranks.install)()
         self._settings = settings
         self._block_tokens = vllm_config.cache_config.block_size

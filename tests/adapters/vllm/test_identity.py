@@ -13,6 +13,7 @@ import pytest
 from midstream.adapters.vllm import identity
 from midstream.adapters.vllm.settings import PluginSettings
 from midstream.session.errors import PoolError
+from midstream.session.key import CompatibilityKey
 
 ADOPT = Path("/s/1.arena")
 SETTINGS = PluginSettings("w0", 2, Path("/s/holder.sock"), Path("/s/2.arena"), ADOPT, 10.0)
@@ -60,6 +61,85 @@ def test_an_engine_without_obstacles_offers_its_pools(engine: Engine) -> None:
     assert facts["key"]["kv_layout"] == "f" * 32
     facts, adopted = engine([], {"w0/2/0": None})
     assert (facts["pools"], facts["adopted"], adopted) == (["w0/2/0"], False, False)
+
+
+def test_pools_whose_bytes_mean_something_else_have_another_key(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get(self: Holder, name: str) -> tuple[int, dict[str, Any]]:
+        owner = {"pid": 7, "fd": 3, "adopted_from": None, "meaning": "a1"}
+        return os.open(os.devnull, os.O_RDONLY), {"owner": owner, "fingerprint": "f" * 32}
+
+    monkeypatch.setattr(Holder, "get", get)
+    facts, _ = engine([], {})
+    assert facts["key"]["kv_layout"] == "f" * 32 + "/a1"
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
+    """The configuration of an engine on a GPU, whose driver says its version."""
+    (tmp_path / "version").write_text("580.159\n")
+    monkeypatch.setattr(identity, "_DRIVER", tmp_path / "version")
+    platforms = SimpleNamespace(current_platform=SimpleNamespace(get_device_name=lambda: "NVIDIA H200"))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.25.1"))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    monkeypatch.setitem(
+        sys.modules, "torch", SimpleNamespace(__version__="2.11.0+cu130", version=SimpleNamespace(cuda="13.0"))
+    )
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    return SimpleNamespace(
+        device_config=SimpleNamespace(device_type="cuda"),
+        model_config=SimpleNamespace(model="m", tokenizer="t", dtype="bf16", quantization=None, enforce_eager=False),
+        cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        compilation_config=SimpleNamespace(mode=3, cudagraph_mode="FULL_AND_PIECEWISE"),
+        lora_config=None,
+        use_v2_model_runner=True,
+    )
+
+
+def test_the_key_of_an_engine_on_a_gpu_names_card_driver_runtime_and_versions(on_a_gpu: Any) -> None:
+    key = CompatibilityKey.from_json({**identity._key(on_a_gpu), "kv_layout": "f" * 32}).fields
+    told = {name: key[name] for name in ("device", "driver", "cuda_runtime", "engine_version", "torch_version")}
+    assert told == {
+        "device": "NVIDIA H200",
+        "driver": "580.159",
+        "cuda_runtime": "13.0",
+        "engine_version": "0.25.1",
+        "torch_version": "2.11.0+cu130",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("driver", lambda config, patch: identity._DRIVER.write_text("580.95")),
+        ("cuda_runtime", lambda config, patch: patch.setattr(sys.modules["torch"].version, "cuda", "12.9")),
+        ("model_runner", lambda config, patch: patch.setattr(config, "use_v2_model_runner", False)),
+        ("batch_invariant", lambda config, patch: patch.setenv("VLLM_BATCH_INVARIANT", "1")),
+        ("cuda_graphs", lambda config, patch: patch.setattr(config.compilation_config, "cudagraph_mode", "NONE")),
+    ],
+)
+def test_whatever_changes_numbers_on_a_gpu_makes_another_key(
+    on_a_gpu: Any, monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Any, Any], Any]
+) -> None:
+    before = identity._key(on_a_gpu)
+    change(on_a_gpu, monkeypatch)
+    after = identity._key(on_a_gpu)
+    assert [key for key in after if after[key] != before[key]] == [name]
+
+
+def test_a_driver_that_tells_nobody_its_version_is_an_unknown_one(
+    on_a_gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "_DRIVER", Path("/nowhere"))
+    monkeypatch.setitem(sys.modules, "vllm.third_party", SimpleNamespace(pynvml=None))
+    assert identity._key(on_a_gpu)["driver"] == "unknown"
+    told = SimpleNamespace(
+        nvmlInit=lambda: None, nvmlSystemGetDriverVersion=lambda: "580.159", nvmlShutdown=lambda: None
+    )
+    monkeypatch.setitem(sys.modules, "vllm.third_party", SimpleNamespace(pynvml=told))
+    assert identity._key(on_a_gpu)["driver"] == "580.159"
 
 
 def test_an_engine_with_one_says_which_and_offers_none(engine: Engine) -> None:
