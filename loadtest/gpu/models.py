@@ -91,6 +91,6 @@ def small_options(kv_bytes: int = 4 << 30) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def serve(model: Path, *options: str) -> list[str]:
+def serve(model: Path, *options: str, served_as: str = SERVED_AS) -> list[str]:
     """An engine's command, without a port."""
-    return ["vllm", "serve", str(model), "--served-model-name", SERVED_AS, *options]
+    return ["vllm", "serve", str(model), "--served-model-name", served_as, *options]
