@@ -13,7 +13,11 @@ from typing import Any
 
 from ..percentiles import percentile
 
-_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) .*?\bevent=(interrupted|restored|resumed) (.*)$")
+# By whom it was written: what engines print is in the same log.
+_LINE = re.compile(
+    r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) \w+ +(?:midstream\.coordinator:|mover) "
+    r"event=(interrupted|restored|resumed) (.*)$"
+)
 _FIELD = re.compile(r"(\w+)=(\S+)")
 
 
