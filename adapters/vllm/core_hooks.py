@@ -73,12 +73,31 @@ def _governed(manager: Any, request: Any, outputs: list[int]) -> list[int]:
     """Those of the old outputs that the grammar has seen. Where a parser tells thoughts apart it begins after them."""
     if not outputs or getattr(manager, "reasoner_cls", getattr(manager, "reasoner", None)) is None:
         return outputs
-    begin, _ = manager._get_constraint_bounds(request, outputs, spec_tokens_committed=True)
+    if hasattr(manager, "_get_constraint_bounds"):
+        begin, _ = manager._get_constraint_bounds(request, outputs, spec_tokens_committed=True)
+    else:
+        begin = _end_of_thoughts(manager, request, outputs)
     if begin > len(outputs):
         return []
     # From here on the manager feeds the grammar every token, as it did in the interrupted run.
     request.structured_output_request.reasoning_ended = True
     return outputs[begin:]
+
+
+def _end_of_thoughts(manager: Any, request: Any, outputs: list[int]) -> int:
+    """0.25: which output the grammar begins with, asked step by step as it was when they were written.
+
+    More than there are outputs: the thoughts have not ended. What ends them is none of the grammar's.
+    """
+    if manager.should_fill_bitmask(request):
+        return 0
+    reasoner = manager._get_reasoner(request)
+    known = list(request.prompt_token_ids or ())
+    for count, token in enumerate(outputs, 1):
+        known.append(token)
+        if reasoner.is_reasoning_end_streaming(known, [token]):
+            return count
+    return len(outputs) + 1
 
 
 def _with_outputs(original: Any) -> Any:

@@ -39,17 +39,39 @@ class Manager:
         return end, end
 
 
+class ManagerOf025:
+    """The same of 0.25, which asks its parser at every step, and never for more than that."""
+
+    def __init__(self, *, thinks: bool, in_reasoning: bool = False) -> None:
+        self.reasoner_cls = object if thinks else None
+        self.grammar = Grammar()
+        self._in_reasoning = in_reasoning
+
+    def should_fill_bitmask(self, request: Any) -> bool:
+        return self._in_reasoning or bool(request.structured_output_request.reasoning_ended)
+
+    def _get_reasoner(self, request: Any) -> Any:
+        return self
+
+    def is_reasoning_end_streaming(self, known: Sequence[int], delta: Sequence[int]) -> bool:
+        assert list(known[-1:]) == list(delta)
+        return THINK_END in delta
+
+
 def request(outputs: Sequence[int], *, ended: bool = False) -> Any:
     """A request that re-enters outputs."""
     resume = {"outputs": list(outputs), "kv": "none", "prompt_hash": "0" * 32, "finish": ""}
     marker = {"v": 1, "session": "ab" * 16, "generation": 2, "resume": resume}
     params = SimpleNamespace(extra_args={"kv_transfer_params": {"midstream": marker}} if outputs else {})
     return SimpleNamespace(
-        request_id="r", sampling_params=params, structured_output_request=SimpleNamespace(reasoning_ended=ended)
+        request_id="r",
+        prompt_token_ids=[THINK_END, 5],
+        sampling_params=params,
+        structured_output_request=SimpleNamespace(reasoning_ended=ended),
     )
 
 
-def made(manager: Manager, of: Any) -> list[int]:
+def made(manager: "Manager | ManagerOf025", of: Any) -> list[int]:
     """What the grammar of a request was advanced over."""
     grammar = _advanced_grammar(lambda self, request: self.grammar)(manager, of)
     assert grammar is manager.grammar
@@ -65,20 +87,26 @@ def test_of_a_new_request_it_is_at_its_beginning() -> None:
     assert made(Manager(thinks=False), request([])) == []
 
 
-def test_thoughts_are_nothing_to_it() -> None:
+@pytest.mark.parametrize("kind", [Manager, ManagerOf025])
+def test_thoughts_are_nothing_to_it(kind: "type[Manager | ManagerOf025]") -> None:
     thinking = request([9, 3, 8])
-    assert made(Manager(thinks=True), thinking) == []
+    assert made(kind(thinks=True), thinking) == []
     assert thinking.structured_output_request.reasoning_ended is False
     done = request([9, 3, THINK_END, 1, 2])
-    assert made(Manager(thinks=True), done) == [1, 2]
+    assert made(kind(thinks=True), done) == [1, 2]
     assert done.structured_output_request.reasoning_ended is True
     just_done = request([9, 3, THINK_END])
-    assert made(Manager(thinks=True), just_done) == []
+    assert made(kind(thinks=True), just_done) == []
     assert just_done.structured_output_request.reasoning_ended is True
 
 
 def test_a_prompt_that_ends_the_thoughts_leaves_all_outputs_to_it() -> None:
     assert made(Manager(thinks=True), request([1, 2], ended=True)) == [1, 2]
+    assert made(ManagerOf025(thinks=True), request([1, 2], ended=True)) == [1, 2]
+
+
+def test_a_grammar_that_governs_thoughts_too_is_advanced_over_all_outputs() -> None:
+    assert made(ManagerOf025(thinks=True, in_reasoning=True), request([1, 2, THINK_END])) == [1, 2, THINK_END]
 
 
 def test_outputs_that_it_does_not_accept_fail_the_request() -> None:
