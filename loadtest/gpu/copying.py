@@ -338,15 +338,13 @@ def _read(worker: _Worker, block: int) -> bytes:
     """A block's bytes on the host, plane by plane."""
     from cuda.bindings import driver
 
-    raw = bytearray(worker.layout.block_bytes)
-    at = 0
+    raw = b""
     with vram.current(DEVICE):
-        for start, size in worker.layout.spans(block):
-            piece = bytearray(size)
-            _ok(driver.cuMemcpyDtoH(piece, worker.pool.address + start, size))
-            raw[at : at + size] = piece
-            at += size
-    return bytes(raw)
+        for start, end in worker.layout.spans(block):
+            piece = bytearray(end - start)
+            _ok(driver.cuMemcpyDtoH(piece, worker.pool.address + start, end - start))
+            raw += piece
+    return raw
 
 
 def _ok(result: Any) -> Any:
