@@ -124,9 +124,10 @@ async def _serve(options: argparse.Namespace, listener: socket.socket, store: Di
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks, timeout=FAULT_S if fault.happened.is_set() else None)
         if fault.happened.is_set():
+            await asyncio.wait(tasks, timeout=FAULT_S)
             fault.end(store)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Fault:
