@@ -1,0 +1,159 @@
+"""How the mover looks at an arena: what has filled in all its sessions is summed together, at the pool's pace."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from midstream.session.errors import PoolError
+from midstream.session.ids import SessionId
+from midstream.sidecar.mover.counters import Counters
+from midstream.sidecar.mover.device import Devices
+from midstream.sidecar.mover.host_pool import HostPool
+from midstream.sidecar.mover.pools import Pace, Pool
+from midstream.sidecar.mover.protocol import MoverError, Reason
+from midstream.sidecar.mover.sources import Sources
+from midstream.sidecar.mover.sums import Sums
+from midstream.sidecar.mover.watcher import Watcher
+from support.mover_rig import Processes, Worker
+
+PROMPT = [5, 6, 7, 8, 9, 10]
+
+
+class Calls:
+    """The calls that were made to sum blocks; `between` is what happens while the last of them runs."""
+
+    def __init__(self) -> None:
+        self.blocks: list[list[int]] = []
+        self.between: list[object] = []
+        self.fails = False
+
+
+class Noted(HostPool):
+    """A host pool with a pace of its own that notes what it is asked for."""
+
+    calls: Calls
+
+    def sum_blocks(self, blocks: Sequence[int]) -> list[int]:
+        self.calls.blocks.append(list(blocks))
+        if self.calls.fails:
+            raise PoolError("it cannot be read; look at it")
+        values = super().sum_blocks(blocks)
+        for action in self.calls.between:
+            assert callable(action)
+            action()
+        return values
+
+
+class Bench:
+    """A watcher of one arena, whose turns a test takes."""
+
+    def __init__(self, folder: Path, processes: Processes, pace: Pace) -> None:
+        holder = processes.start_holder()
+        self.worker = Worker(folder, "one", holder)
+        self.calls = calls = Calls()
+
+        class Paced(Sources):
+            async def pool(self, path: Path) -> Pool:
+                found = await super().pool(path)
+                assert isinstance(found, HostPool)
+                noted = Noted(found.name, found.layout, found.fingerprint, found.view, found.identity, pace=pace)
+                Noted.calls = calls
+                return noted
+
+        self.sums, self.counters = Sums(), Counters()
+        self.watcher = Watcher(Paced(holder, Devices(pytest.fail)), self.sums, self.counters)
+        self.watcher.watch(self.worker.arena, "one")
+
+    def run(self, number: int, blocks: Sequence[int], outputs: int = 15) -> None:
+        self.worker.run(SessionId(f"{number:032x}"), PROMPT, list(range(100, 100 + outputs)), blocks)
+
+    async def turn(self) -> None:
+        await self.watcher.turn(self.worker.arena)
+
+
+HOST = Pace(look_s=0.0, look_bytes=1 << 20, step_bytes=1 << 20, at_once=1)
+BLOCK_BYTES = 1024
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    started = Processes(tmp_path)
+    yield started
+    started.stop()
+
+
+async def test_what_filled_in_all_sessions_is_summed_in_one_call(processes: Processes, tmp_path: Path) -> None:
+    bench = Bench(tmp_path, processes, HOST)
+    for number in (1, 2, 3):
+        bench.run(number, range(10 * number, 10 * number + 6))
+    await bench.turn()
+    assert bench.calls.blocks == [[block for n in (10, 20, 30) for block in range(n, n + 5)]]
+    assert bench.sums.count == bench.counters.blocks_summed == 15
+    bench.worker.close()
+
+
+async def test_a_call_has_no_more_than_a_look_may_and_a_pause_comes_after_it(
+    processes: Processes, tmp_path: Path
+) -> None:
+    pace = replace(HOST, look_s=0.05, look_bytes=7 * BLOCK_BYTES)
+    bench = Bench(tmp_path, processes, pace)
+    for number in (1, 2, 3):
+        bench.run(number, range(10 * number, 10 * number + 6))
+    began = time.monotonic()
+    while bench.sums.count < 15:
+        await bench.turn()
+    assert time.monotonic() - began >= 0.1
+    assert [len(blocks) for blocks in bench.calls.blocks] == [5, 5, 5]
+    bench.worker.close()
+
+
+async def test_a_session_with_more_than_a_look_may_have_takes_several(processes: Processes, tmp_path: Path) -> None:
+    bench = Bench(tmp_path, processes, replace(HOST, look_bytes=2 * BLOCK_BYTES))
+    bench.run(1, range(6))
+    for _ in range(3):
+        await bench.turn()
+    assert bench.calls.blocks == [[0, 1], [2, 3], [4]]
+    bench.worker.close()
+
+
+async def test_a_session_that_moved_meanwhile_gets_no_sums_and_the_others_theirs(
+    processes: Processes, tmp_path: Path
+) -> None:
+    bench = Bench(tmp_path, processes, HOST)
+    slot = bench.worker.run(SessionId("1" * 32), PROMPT, list(range(15)), range(6))
+    bench.run(2, range(10, 16))
+    bench.calls.between = [lambda: slot.set_blocks(range(30, 36))]
+    await bench.turn()
+    assert (bench.sums.count, bench.counters.sums_dropped) == (5, 5)
+    assert [owner[1] for owner in bench.sums.owners(bench.worker.arena)] == [SessionId(f"{2:032x}")]
+    bench.worker.close()
+
+
+async def test_what_is_not_watched_any_more_gets_no_sums_but_is_still_sealed(
+    processes: Processes, tmp_path: Path
+) -> None:
+    bench = Bench(tmp_path, processes, HOST)
+    bench.run(1, range(6), outputs=17)
+    bench.calls.between = [lambda: bench.watcher.unwatch(bench.worker.arena)]
+    await bench.turn()
+    assert bench.sums.count == 0
+    # Five full blocks, and the tail.
+    assert await bench.watcher.seal(bench.worker.arena) == 6
+    assert bench.sums.count == 6
+    bench.worker.close()
+
+
+async def test_a_pool_that_cannot_be_read_is_a_named_reason(processes: Processes, tmp_path: Path) -> None:
+    bench = Bench(tmp_path, processes, HOST)
+    bench.run(1, range(6))
+    bench.calls.fails = True
+    with pytest.raises(MoverError, match="cannot be read") as caught:
+        await bench.turn()
+    assert caught.value.reason is Reason.POOL
+    bench.calls.fails = False
+    await bench.turn()
+    assert bench.sums.count == 5
+    bench.worker.close()
