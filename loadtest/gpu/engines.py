@@ -56,6 +56,8 @@ class Engine:
             self._environ |= {"MIDSTREAM_STATE_DIR": str(state_dir), "MIDSTREAM_WORKER": name}
         self._process: subprocess.Popen[bytes] | None = None
         self._started_s = 0.0
+        # How long its present start took, once it is known.
+        self.ready_after_s: float | None = None
 
     @property
     def url(self) -> str:
@@ -65,7 +67,7 @@ class Engine:
     def start(self) -> None:
         """Start it, and do not wait."""
         print(f"engine {self.name}: starting, log {self.log}", flush=True)
-        self._started_s = time.monotonic()
+        self._started_s, self.ready_after_s = time.monotonic(), None
         with self.log.open("ab") as sink:
             # A process group of its own: a signal to the measurement is not to reach it before it is measured.
             self._process = subprocess.Popen(
@@ -81,9 +83,10 @@ class Engine:
             if time.monotonic() > deadline_s:
                 raise EngineError(f"engine {self.name} is not ready after {timeout_s:.0f} s:\n{self.last_lines()}")
             await asyncio.sleep(LOOK_S)
-        took_s = time.monotonic() - self._started_s
-        print(f"engine {self.name}: ready after {took_s:.1f} s", flush=True)
-        return took_s
+        if self.ready_after_s is None:
+            self.ready_after_s = time.monotonic() - self._started_s
+            print(f"engine {self.name}: ready after {self.ready_after_s:.1f} s", flush=True)
+        return self.ready_after_s
 
     async def _is_healthy(self, http: aiohttp.ClientSession) -> bool:
         with suppress(aiohttp.ClientError, TimeoutError, OSError):

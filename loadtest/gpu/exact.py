@@ -66,10 +66,11 @@ class Question:
 def questions(number: int, tokens: int) -> list[Question]:
     """What is asked in one kill: greedy and sampled, with penalties, a grammar, logprobs, and a long prompt.
 
-    `number` makes prompts that no earlier kill has had. Twice as many as there are kinds of them, for half of them run
-    on the engine that lives.
+    `number` makes prompts that no earlier kill has had. Each kind comes twice: two engines get them in turn, and the
+    second half begins with its second one, so that each of them has every kind.
     """
-    return [question for half in (0, 1) for question in _questions(2 * number + half, tokens)]
+    first, second = _questions(2 * number, tokens), _questions(2 * number + 1, tokens)
+    return [*first, *second[1:], second[0]]
 
 
 def _questions(number: int, tokens: int) -> list[Question]:
@@ -217,11 +218,10 @@ async def _kill(
 
 async def _begin_again(engines: Fleet, triggers: Mapping[str, Path]) -> None:
     """Start whatever was lost anew, and do not wait until it is ready."""
-    for name, engine in engines.engines.items():
+    for name in NAMES:
         if (await engines.worker(name))["state"] != "ready":
             await asyncio.to_thread(triggers[name].unlink, missing_ok=True)
-            await engine.ended()
-            engine.start()
+            await engines.begin_again(name)
 
 
 async def _all(http: aiohttp.ClientSession, url: str, asked: Sequence[Question], on_tokens: Any = None) -> list[Answer]:

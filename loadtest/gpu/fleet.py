@@ -22,6 +22,7 @@ from .engines import Engine
 
 LOOK_S = 0.02
 QUIET_S = 60.0
+BACK_S = 300.0
 
 
 class Fleet:
@@ -37,6 +38,7 @@ class Fleet:
         self.engines: dict[str, Engine] = {}
         self.sidecar: SidecarProcess | None = None
         self._sidecar_count = 0
+        self._coming: dict[str, asyncio.Task[float]] = {}
 
     def add(
         self, name: str, command: Sequence[str], *, alone: bool = False, environ: Mapping[str, str] | None = None
@@ -69,6 +71,8 @@ class Fleet:
     async def ready(self, names: Sequence[str], *, timeout_s: float) -> None:
         """Wait until these engines answer, and the sidecar calls all of its own ready."""
         for name in names:
+            if (coming := self._coming.pop(name, None)) is not None:
+                await coming
             await self.engines[name].wait_ready(self._http, timeout_s=timeout_s)
         if self.sidecar is not None:
             await self._starting
@@ -91,9 +95,11 @@ class Fleet:
             await asyncio.sleep(LOOK_S)
 
     async def begin_again(self, name: str) -> None:
-        """Start an engine anew whose core was killed, and do not wait until it is ready."""
-        await self.engines[name].ended()
-        self.engines[name].start()
+        """Start an engine anew whose core was killed; when it is ready is looked at beside whatever comes next."""
+        engine = self.engines[name]
+        await engine.ended()
+        engine.start()
+        self._coming[name] = asyncio.create_task(engine.wait_ready(self._http, timeout_s=BACK_S))
 
     async def end_sidecar(self) -> None:
         """End the sidecar in front, if there is one; its log stays."""
@@ -109,6 +115,9 @@ class Fleet:
     async def end(self) -> None:
         """End everything."""
         sidecar = self.sidecar
+        for coming in self._coming.values():
+            coming.cancel()
+        await asyncio.gather(*self._coming.values(), return_exceptions=True)
         await self.end_sidecar()
         for engine in self.engines.values():
             await asyncio.to_thread(engine.stop)

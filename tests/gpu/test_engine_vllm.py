@@ -145,10 +145,9 @@ async def have_snapshots(
 
 async def begin_again(engines: Fleet) -> None:
     """Every engine runs again, and the sidecar knows it."""
-    for name, engine in engines.engines.items():
+    for name in NAMES:
         if (await engines.worker(name))["state"] != "ready":
-            await engine.ended()
-            engine.start()
+            await engines.begin_again(name)
     await engines.ready(NAMES, timeout_s=BACK_S)
 
 
