@@ -23,6 +23,7 @@ from ...session.layout import PoolLayout
 from ...session.manifest import Manifest
 from ...session.store import Store
 from . import coverage
+from .arrivals import Arrivals
 from .counters import Counters
 from .matching import SessionKv, check_match
 from .pools import Copied, Copies, Pool
@@ -102,6 +103,7 @@ class Restorer:
         self._running: set[tuple[Path, SessionId, int]] = set()
         # One for each place that KV is brought to: the host's memory, or a GPU.
         self._turns: dict[str, Turns] = {}
+        self._arrivals = Arrivals()
 
     async def restore(self, order: Order) -> RestoreResult:
         """Carry out one order. Never raises, but for a request that cannot be begun: MoverError."""
@@ -115,6 +117,8 @@ class Restorer:
             return await self._run(order)
         finally:
             self._running.discard(name)
+            if all(path != order.to_arena for path, _, _ in self._running):
+                self._arrivals.forget(order.to_arena)
 
     async def _run(self, order: Order) -> RestoreResult:
         began = time.monotonic()
@@ -193,8 +197,10 @@ class Restorer:
         began = time.monotonic()
         slot: Slot | None = None
         while True:
-            # A look at one slot is far cheaper than at all, and is what happens most of the time.
-            slot = reader.refresh(slot) if slot is not None else reader.find(order.session, order.to_generation)
+            # A look at one slot is far cheaper than at all.
+            if slot is None:
+                slot = self._arrivals.find(reader, order.session, order.to_generation)
+            slot = reader.refresh(slot) if slot is not None else None
             if slot is not None:
                 if slot.state is not SlotState.LIVE:
                     raise MoverError(Reason.GONE, f"session {order.session}: it ended in its new engine")
