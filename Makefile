@@ -15,7 +15,13 @@ TIMES := --durations=10 --durations-min=2
 # Prints the path of an engine's environment or of a model, building it first if need be.
 ENSURE := $(BIN)/python -m midstream.sidecar.environments ensure
 
-.PHONY: help demo test test-fast lint bench soak clean
+# On a machine with a GPU: its own interpreter with CUDA's packages and vLLM, and a folder with a model (docs/gpu.md).
+GPU_PYTHON ?= python3
+GPU_HOME ?= /tmp/midstream-gpu
+GPU_PATH = mkdir -p $(GPU_HOME)/place; eval "$$($(GPU_PYTHON) loadtest/gpu/place.py $(GPU_HOME)/place)"; \
+	if [ -d $(GPU_HOME)/site ]; then export PYTHONPATH="$$PYTHONPATH:$(GPU_HOME)/site"; fi
+
+.PHONY: help demo test test-fast lint bench soak test-gpu bench-gpu clean
 
 help:
 	@echo 'make demo [ENGINE=vllm]  a streamed answer survives the kill of its worker'
@@ -24,6 +30,7 @@ help:
 	@echo 'make lint                lint and types alone'
 	@echo 'make bench               what the proxy costs'
 	@echo 'make soak                many kills in a row on both engines'
+	@echo 'make test-gpu, bench-gpu on a machine with a GPU: see docs/gpu.md'
 
 # Set-up goes by what the project asks for: a change of pyproject.toml makes it run again.
 $(READY): pyproject.toml
@@ -58,6 +65,15 @@ bench: $(READY)
 
 soak: $(READY)
 	$(BIN)/python -m midstream.loadtest.soak $(SOAK)
+
+test-gpu:
+	@$(GPU_PATH)
+	export MIDSTREAM_TEST_GPU_HOME=$(GPU_HOME)
+	$(GPU_PYTHON) -m pytest -v -ra -m gpu -W default $(TIMES) $(or $(TESTS),tests/gpu)
+
+bench-gpu:
+	@$(GPU_PATH)
+	$(GPU_PYTHON) -m midstream.loadtest.gpu $(or $(PARTS),probe copy overhead gap exact) --home $(GPU_HOME) $(BENCH)
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

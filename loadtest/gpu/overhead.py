@@ -26,8 +26,10 @@ PART = "overhead"
 KV_BYTES = 28 << 30
 ITL = "vllm:inter_token_latency_seconds"
 RUN_S = 60.0
-# Copies of full blocks each second, and of the tail of each session with every new token.
-EVERY_STEP = {"store.snapshot_every_s": 0.05, "store.tail_every_tokens": 1}
+# As much as can be asked for: the tail of each session with every new token, and room for all of a run.
+EVERY_STEP: dict[str, object] = {
+    "store.snapshot_every_s": 0.05, "store.tail_every_tokens": 1, "store.bytes_max": 24 << 30,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

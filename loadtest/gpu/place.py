@@ -34,7 +34,11 @@ def place(root: Path, folder: Path) -> list[str]:
     commands.mkdir(exist_ok=True)
     for name, target in {**project["scripts"], "vllm": VLLM}.items():
         _command(commands / name, target)
-    return [f'export PYTHONPATH="{folder}:$PYTHONPATH"', f'export PATH="{commands}:$PATH"']
+    # An empty entry would put the current folder on the path.
+    return [
+        f'export PYTHONPATH="{folder}${{PYTHONPATH:+:$PYTHONPATH}}"',
+        f'export PATH="{commands}:$PATH"',
+    ]
 
 
 def _entry_points(project: dict[str, Any]) -> str:
