@@ -89,7 +89,8 @@ VLLM_SIDE = sorted(
 ALWAYS_ENGINE_SIDE = tuple(
     f"session/{name}.py" for name in ("ids", "errors", "marker", "arena", "held", "layout", "key")
 )
-VLLM = {"vllm", "torch", "numpy"}
+# Builds of torch for GPUs bring the bindings of CUDA.
+VLLM = {"vllm", "torch", "numpy", "cuda"}
 TRANSFORMERS = {"torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "aiohttp"}
 
 
@@ -199,12 +200,22 @@ def test_what_runs_inside_the_embedded_engine_is_standard_library_and_that_engin
     assert foreign("adapters/transformers/server.py", TRANSFORMERS) == []
 
 
-def test_session_is_standard_library_but_for_the_files_that_store() -> None:
-    exempt = {"session/chunk.py", "session/disk_store.py"}
+def test_session_is_standard_library_but_for_the_files_that_store_and_that_of_the_gpu() -> None:
+    exempt = {"session/chunk.py", "session/disk_store.py", "session/vram.py"}
     for source in sources():
         if source.startswith("session/") and source not in exempt:
             libraries = {one.top for one in imports(source)} - set(sys.stdlib_module_names) - {"midstream"}
             assert libraries == set(), source
+
+
+def test_cuda_is_loaded_when_it_is_called_for_and_by_no_import() -> None:
+    at_import = ast.parse((ROOT / "session/vram.py").read_text()).body
+    assert [one for node in at_import for one in _of(node, "session/vram.py") if one.top == "cuda"] == []
+    assert [one for one in imports("session/vram.py") if one.top == "cuda"] != []
+
+
+def test_the_holder_loads_nothing_that_could_load_cuda() -> None:
+    assert "session/vram.py" not in closure("sidecar/holder.py")
 
 
 def test_the_command_needs_only_the_standard_library_until_it_has_looked_for_the_rest() -> None:

@@ -26,12 +26,12 @@ def register() -> None:
     _registered = True
     import vllm
 
-    from . import core_hooks, lora, replay, thoughts
+    from . import core_hooks, lora, replay, room, thoughts
 
     version = plain_version(vllm)
     if version not in TESTED_VERSIONS:
         log.warning("midstream: vLLM %s was not tested (%s were)", version, ", ".join(TESTED_VERSIONS))
-    for install in (replay.install, core_hooks.install, lora.install, thoughts.install):
+    for install in (replay.install, core_hooks.install, lora.install, thoughts.install, room.install):
         guarded(default=None)(install)()
 
 

@@ -57,8 +57,29 @@ class PlacedPool:
 
     name: str
     memory: Memory
-    shape: str
+    wanted: "Wanted"
     adopted: Adopted | None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What vLLM needs for its cache: so many bytes of KV, in a pool of so many, laid out in this way."""
+
+    kv_bytes: int
+    size_bytes: int
+    shape: str
+
+    @classmethod
+    def by(cls, config: Any, words: tuple[Any, ...]) -> "Wanted":
+        """What this configuration of a cache asks for; `words` are what else decides how KV lies in it.
+
+        One buffer is made for all tensors with a stride of their own, one for each other.
+        """
+        shared = max((t.size for t in config.kv_cache_tensors if t.block_stride > 0), default=0)
+        sizes = [shared, *(t.size for t in config.kv_cache_tensors if not t.block_stride > 0)]
+        text = repr((config.num_blocks, config.kv_cache_tensors, config.kv_cache_groups, words))
+        shape = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return cls(sum(sizes), sum(map(_aligned, sizes)), shape)
 
 
 _placed: PlacedPool | None = None
@@ -146,9 +167,9 @@ class _Placing:
     ) -> Any:
         global _placed
         pool = None
-        if _placed is None and device.type in DEVICES:
+        if config.kv_cache_tensors and _placed is None and device.type in DEVICES:
             try:
-                pool = _place(bytes_of(config), _shape(config, words), device, adopting=self.adopting, v2=self.v2)
+                pool = _place(Wanted.by(config, words), device, adopting=self.adopting, v2=self.v2)
             except Exception:
                 report("placement of the KV pool")
         if pool is None:
@@ -185,20 +206,8 @@ def _laid_into(memory: Memory, module: Any, allocate: Callable[[], Any]) -> Any:
         module.torch = torch
 
 
-def bytes_of(config: Any) -> int:
-    """What vLLM allocates for a cache: one buffer for all tensors with a stride of their own, one for each other."""
-    shared = max((t.size for t in config.kv_cache_tensors if t.block_stride > 0), default=0)
-    return _aligned(shared) + sum(_aligned(t.size) for t in config.kv_cache_tensors if not t.block_stride > 0)
-
-
 def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def _shape(config: Any, words: tuple[Any, ...]) -> str:
-    """What must be equal for a new engine to find its KV where an old one left it."""
-    text = repr((config.num_blocks, config.kv_cache_tensors, config.kv_cache_groups, words))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _order_of_dimensions() -> str:
@@ -208,7 +217,8 @@ def _order_of_dimensions() -> str:
     return str(guarded(default="unknown")(get_kv_cache_layout)())
 
 
-def _rank() -> int:
+def rank_of_worker() -> int:
+    """The number of this worker among those that share a layer."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
     return int(get_tensor_model_parallel_rank())
@@ -224,20 +234,20 @@ def _kind(device: Any) -> Any:
     return HostMemory
 
 
-def _place(size_bytes: int, shape: str, device: Any, *, adopting: bool, v2: bool) -> PlacedPool:
+def _place(wanted: Wanted, device: Any, *, adopting: bool, v2: bool) -> PlacedPool:
     settings = plugin_settings()
     if settings is None:
         raise PoolError("no holder is named in the environment")
-    rank = _rank()
+    rank = rank_of_worker()
     name = settings.pool_name(rank)
     memory, adopted = None, None
     if adopting and settings.adopt is not None:
         try:
-            memory, adopted = _adopt(settings, size_bytes, shape, device, rank, v2=v2)
+            memory, adopted = _adopt(settings, wanted, device, rank, v2=v2)
         except (PoolError, ArenaError) as error:
             log.warning("midstream: the old pool cannot be adopted (%s); a new one is made", error)
     if memory is None:
-        memory = _kind(device).create(size_bytes, device)
+        memory = _kind(device).create(wanted.size_bytes, device)
     log.info(
         "midstream: KV pool %s, %d bytes in %s, %s",
         name,
@@ -245,40 +255,57 @@ def _place(size_bytes: int, shape: str, device: Any, *, adopting: bool, v2: bool
         memory.memory,
         "new" if adopted is None else adopted.name,
     )
-    return PlacedPool(name, memory, shape, adopted)
+    return PlacedPool(name, memory, wanted, adopted)
 
 
-def _adopt(
-    settings: PluginSettings, size_bytes: int, shape: str, device: Any, rank: int, *, v2: bool
-) -> tuple[Memory, Adopted]:
+def _adopt(settings: PluginSettings, wanted: Wanted, device: Any, rank: int, *, v2: bool) -> tuple[Memory, Adopted]:
+    fd, old = offered(settings, rank)
+    try:
+        if old.meta.size_bytes < wanted.size_bytes or old.meta.owner.get("shape") != wanted.shape:
+            raise PoolError(f"pool {old.name} has another size or shape; start the engine with the same options")
+        if v2 and not _kept_off():
+            raise PoolError("this vLLM cannot be kept from writing to its blocks while it warms up")
+        return _kind(device).adopt(fd, old.meta, device), old
+    except Exception:
+        os.close(fd)
+        raise
+
+
+def offered(settings: PluginSettings, rank: int) -> tuple[int, Adopted]:
+    """A descriptor (the caller closes it) of the pool that this rank's worker may take over, whose owner is gone.
+
+    Raises PoolError or ArenaError where there is none.
+    """
+    from ...session.arena import ArenaReader
+
+    if settings.arena is None:
+        raise PoolError("without an arena of its own this engine could not keep off the old sessions' blocks")
+    ArenaReader(settings.arena).close()
+    pools = gone(settings).get("pools") or []
+    if rank >= len(pools):
+        raise PoolError(f"the old engine had no pool for rank {rank}")
+    name = str(pools[rank])
+    fd, body = HolderClient(settings.holder).get(name)
+    try:
+        return fd, Adopted(name, PoolMeta.from_json(body))
+    except PoolError:
+        os.close(fd)
+        raise
+
+
+def gone(settings: PluginSettings) -> Mapping[str, Any]:
+    """The facts of the old engine, of which no process is left; waits for that, bounded. PoolError, ArenaError."""
     from ...session.arena import ArenaReader
 
     if settings.adopt is None:
         raise PoolError("no arena to adopt from is named")
-    if settings.arena is None:
-        raise PoolError("without an arena of its own this engine could not keep off the old sessions' blocks")
-    ArenaReader(settings.arena).close()
     reader = ArenaReader(settings.adopt)
     try:
         facts = reader.facts() or {}
     finally:
         reader.close()
-    pools = facts.get("pools") or []
-    if rank >= len(pools):
-        raise PoolError(f"the old engine had no pool for rank {rank}")
     require_gone(facts)
-    name = str(pools[rank])
-    fd, body = HolderClient(settings.holder).get(name)
-    try:
-        meta = PoolMeta.from_json(body)
-        if meta.size_bytes < size_bytes or meta.owner.get("shape") != shape:
-            raise PoolError(f"pool {name} has another size or shape; start the engine with the same options")
-        if v2 and not _kept_off():
-            raise PoolError("this vLLM cannot be kept from writing to its blocks while it warms up")
-        return _kind(device).adopt(fd, meta, device), Adopted(name, meta)
-    except Exception:
-        os.close(fd)
-        raise
+    return facts
 
 
 def _kept_off() -> bool:
@@ -301,7 +328,8 @@ def announce(kv_caches: Mapping[str, Any], block_count: int, block_tokens: int) 
     owner = {
         "pid": os.getpid(),
         "fd": memory.fd,
-        "shape": pool.shape,
+        "shape": pool.wanted.shape,
+        "kv_bytes": pool.wanted.kv_bytes,
         "meaning": meaning,
         "adopted_from": None if old is None else old.name,
     }

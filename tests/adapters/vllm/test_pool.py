@@ -87,7 +87,7 @@ def offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     settings = PluginSettings("w0", 2, tmp_path / "holder.sock", arenas[1], arenas[0], 10.0)
     monkeypatch.setattr(pool, "plugin_settings", lambda: settings)
     monkeypatch.setattr(pool, "HolderClient", Holder)
-    monkeypatch.setattr(pool, "_rank", lambda: 0)
+    monkeypatch.setattr(pool, "rank_of_worker", lambda: 0)
     monkeypatch.setattr(pool, "_placed", None)
     monkeypatch.setitem(sys.modules, "torch", TORCH)
     announced.clear()
@@ -95,7 +95,7 @@ def offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def place(shape: str = SHAPE, *, adopting: bool = True, v2: bool = False, size_bytes: int = SIZE) -> pool.PlacedPool:
-    return pool._place(size_bytes, shape, CPU, adopting=adopting, v2=v2)
+    return pool._place(pool.Wanted(size_bytes, size_bytes, shape), CPU, adopting=adopting, v2=v2)
 
 
 def adopted_from(found: pool.PlacedPool) -> str | None:
@@ -144,9 +144,10 @@ def tensor(size: int, block_stride: int = 0) -> SimpleNamespace:
 
 
 def test_each_tensor_has_its_place_and_those_that_are_packed_share_one() -> None:
-    assert pool.bytes_of(config(tensor(100), tensor(4096), tensor(4097))) == 4096 + 4096 + 8192
-    assert pool.bytes_of(config(tensor(9000, 64), tensor(9000, 64))) == 12288
-    assert pool.bytes_of(config()) == 0
+    apart = pool.Wanted.by(config(tensor(100), tensor(4096), tensor(4097)), ())
+    assert (apart.kv_bytes, apart.size_bytes) == (8293, 4096 + 4096 + 8192)
+    packed = pool.Wanted.by(config(tensor(9000, 64), tensor(9000, 64)), ())
+    assert (packed.kv_bytes, packed.size_bytes) == (9000, 12288)
 
 
 def engine(allocate: str) -> types.ModuleType:
@@ -192,6 +193,11 @@ def test_a_second_cache_and_one_on_an_unknown_device_are_the_engines_own(hooked:
     assert hooked(config(tensor(1), tensor(1)), CPU, "NHD")[0][0] == "torch's own"
 
 
+def test_an_engine_without_kv_gets_no_pool(hooked: Any) -> None:
+    hooked(config(), CPU, "NHD")
+    assert pool.placed() is None
+
+
 def test_where_no_pool_can_be_had_the_engine_allocates_as_ever_and_it_is_counted(
     hooked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,7 +215,7 @@ def test_where_no_pool_can_be_had_the_engine_allocates_as_ever_and_it_is_counted
 def test_a_layer_beyond_the_pool_is_the_engines_own_and_such_a_pool_is_not_announced(
     hooked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "bytes_of", lambda config: 4096)
+    monkeypatch.setattr(pool.Wanted, "by", lambda config, words: pool.Wanted(4096, 4096, SHAPE))
     (inside, outside), *_ = hooked(config(tensor(4096), tensor(4096)), CPU, "NHD")
     assert (inside.offset, outside) == (0, "torch's own")
     base = inside.data_ptr()
@@ -224,8 +230,8 @@ def test_what_another_run_must_share_to_find_its_kv_here_includes_the_order_of_d
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cache = config(tensor(1))
-    assert pool._shape(cache, ({}, "NHD")) == pool._shape(config(tensor(1)), ({}, "NHD"))
-    assert len({pool._shape(cache, ({}, word)) for word in ("NHD", "HND")}) == 2
+    assert pool.Wanted.by(cache, ({}, "NHD")) == pool.Wanted.by(config(tensor(1)), ({}, "NHD"))
+    assert len({pool.Wanted.by(cache, ({}, word)).shape for word in ("NHD", "HND")}) == 2
 
 
 # ---- telling the holder
@@ -242,6 +248,7 @@ def test_the_holder_is_told_where_the_blocks_lie_and_what_they_mean(
     assert meta.layout == PoolLayout(BLOCKS, 16, (Plane(0, 512, 512),))
     assert (meta.memory, meta.gpu_uuid, meta.owner["adopted_from"]) == (HOST, None, None)
     assert (meta.owner["meaning"], meta.owner["shape"]) == (meaning_of(views, BLOCKS), SHAPE)
+    assert meta.owner["kv_bytes"] == SIZE
 
 
 def test_an_adopted_pool_whose_blocks_would_be_read_otherwise_is_not_announced(
