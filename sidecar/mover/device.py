@@ -7,6 +7,8 @@ DeviceFault, after which this process ends and nothing is trusted.
 
 import contextlib
 import ctypes
+import logging
+import random
 import threading
 import time
 from array import array
@@ -19,9 +21,11 @@ from ...session.errors import PoolError
 from .device_calls import Calls
 from .device_kernels import PLANE, THREADS, TILE_VECTORS, compile_kernels
 from .device_lanes import BLOCKS_PER_LAUNCH, Lane, Lanes, Twin, Urgency
-from .device_sum import SEED, VECTOR_BYTES
+from .device_sum import SEED, VECTOR_BYTES, reference_sum
 
 AGAIN_S = 30.0
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,7 @@ class Device:
         with vram.current(ordinal):
             self._kernels = self._load()
             self._lanes = Lanes(calls)
+            self._prove()
 
     def sums(self, side: Side, blocks: Sequence[int]) -> list[int]:
         """The sums of blocks, in order. Raises PoolError."""
@@ -162,6 +167,28 @@ class Device:
         names = ("sum_blocks", "copy_blocks")
         return {name: do(driver.cuModuleGetFunction(module, name.encode()), f"find {name}") for name in names}
 
+    def _prove(self) -> None:
+        """Use both kernels once, on blocks whose sums are known: the first restore must not be the first to load them.
+
+        Raises PoolError when they do something else than what device_sum.py defines.
+        """
+        driver, do, what = self._calls.driver, self._calls.do, "prove the kernels"
+        sizes = (VECTOR_BYTES, TILE_VECTORS * VECTOR_BYTES + VECTOR_BYTES, 3 * VECTOR_BYTES)
+        starts = tuple(sum(sizes[:n]) for n in range(len(sizes)))
+        size = sum(sizes)
+        planes = planes_of([(start, size, part) for start, part in zip(starts, sizes, strict=True)])
+        raw = random.Random(size).randbytes(2 * size)
+        sums = [reference_sum(raw[at : at + size]) for at in (0, size)]
+        address = int(do(driver.cuMemAlloc(4 * size), what))
+        try:
+            do(driver.cuMemcpyHtoD(address, raw, len(raw)), what)
+            source, destination = Side(address, planes), Side(address + 2 * size, planes)
+            found = self.run(source, destination, Job((0, 1), (1, 0), sums), Urgency.RESTORE)
+            if found != sums or self.sums(destination, (1, 0)) != sums:
+                raise PoolError(f"the kernels on GPU {self.ordinal} compute wrong sums; use another NVRTC or driver")
+        finally:
+            driver.cuMemFree(address)
+
 
 class Devices:
     """The GPUs of this process by their UUID, each opened once, when a pool on it is first needed."""
@@ -195,7 +222,10 @@ class Devices:
             from cuda.bindings import driver
 
             self._calls = Calls(driver, self._on_fault)
-        return Device(ordinal, self._calls)
+        began = time.monotonic()
+        device = Device(ordinal, self._calls)
+        _log.info("event=gpu_opened gpu=%s seconds=%.3f", gpu_uuid, time.monotonic() - began)
+        return device
 
 
 def _pointer(address: int) -> ctypes.c_uint64:
