@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from midstream.adapters import vllm as package
-from midstream.adapters.vllm import pool, warm_up
+from midstream.adapters.vllm import guard, pool, warm_up
 from midstream.adapters.vllm.pool_host import HostMemory
 from midstream.adapters.vllm.pool_layout import meaning_of
 from midstream.adapters.vllm.settings import PluginSettings
@@ -232,6 +232,95 @@ def test_what_another_run_must_share_to_find_its_kv_here_includes_the_order_of_d
     cache = config(tensor(1))
     assert pool.Wanted.by(cache, ({}, "NHD")) == pool.Wanted.by(config(tensor(1)), ({}, "NHD"))
     assert len({pool.Wanted.by(cache, ({}, word)).shape for word in ("NHD", "HND")}) == 2
+
+
+# ---- which function that is
+
+
+def with_allocating(**functions: Any) -> types.ModuleType:
+    module = types.ModuleType("vllm's")
+    vars(module).update(functions)
+    return module
+
+
+def allocate_032(kv_cache_config: Any, device: Any, layout: Any, kernel_block_sizes: Any = None) -> None:
+    """As 0.32 has it, for both runners."""
+
+
+def allocate_025_v2(kv_cache_config: Any, shared_layers: Any, device: Any) -> None:
+    """As the V2 runner of 0.25 has it."""
+
+
+class RunnerOf025:
+    """The V1 runner of 0.25."""
+
+    def _allocate_kv_cache_tensors(self, kv_cache_config: Any) -> None:
+        """Its own allocation."""
+
+
+@pytest.mark.parametrize(
+    ("v2", "module", "name"),
+    [
+        pytest.param(True, {"allocate_kv_cache": allocate_032}, "allocate_kv_cache", id="0.32, V2"),
+        pytest.param(False, {"allocate_kv_cache": allocate_032}, "allocate_kv_cache", id="0.32, V1"),
+        pytest.param(True, {"_allocate_kv_cache": allocate_025_v2}, "_allocate_kv_cache", id="0.25, V2"),
+    ],
+)
+def test_of_each_version_and_runner_the_allocating_function_is_hooked(
+    monkeypatch: pytest.MonkeyPatch, v2: bool, module: dict[str, Any], name: str
+) -> None:
+    found = with_allocating(**module)
+    runner = "vllm.v1.worker.gpu" if v2 else "vllm.v1.worker"
+    monkeypatch.setitem(sys.modules, runner, SimpleNamespace(**{"attn_utils" if v2 else "gpu_model_runner": found}))
+    monkeypatch.setattr(pool, "_installed", False)
+    monkeypatch.setattr(guard, "missing", [])
+    pool.install(adopting=False, v2=v2)
+    assert getattr(found, name).__wrapped__ is module[name]
+    pool.install(adopting=False, v2=v2)
+    assert getattr(found, name).__wrapped__ is module[name]
+    assert guard.missing == []
+
+
+def test_the_v1_runner_of_025_is_hooked_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = type("GPUModelRunner", (), dict(vars(RunnerOf025)))
+    found = with_allocating(GPUModelRunner=runner)
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker", SimpleNamespace(gpu_model_runner=found))
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_model_runner", found)
+    monkeypatch.setattr(pool, "_installed", False)
+    monkeypatch.setattr(guard, "missing", [])
+    pool.install(adopting=False, v2=False)
+    assert hasattr(runner._allocate_kv_cache_tensors, "__wrapped__")  # type: ignore[attr-defined]
+    assert guard.missing == []
+
+
+V2_OF_025 = """
+def _allocate_kv_cache(kv_cache_config, shared_layers, device):
+    return {t.name: torch.zeros(t.size, dtype=torch.int8, device=device) for t in kv_cache_config.kv_cache_tensors}
+"""
+V1_OF_025 = """
+class GPUModelRunner:
+    device = None
+    def _allocate_kv_cache_tensors(self, kv_cache_config):
+        tensors = kv_cache_config.kv_cache_tensors
+        return {t.name: torch.zeros(t.size, dtype=torch.int8, device=self.device) for t in tensors}
+"""
+
+
+def test_both_runners_of_025_get_their_layers_from_the_pool(offered: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_order_of_dimensions", lambda: "NHD")
+    placing = pool._Placing(adopting=False, v2=True)
+    cache = config(*(SimpleNamespace(size=4096, block_stride=0, name=f"l{i}") for i in range(3)))
+    for source in (V2_OF_025, V1_OF_025):
+        module = engine(source)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(pool, "_placed", None)
+        if source is V2_OF_025:
+            layers = placing.by_layers(module._allocate_kv_cache)(cache, {}, CPU)
+        else:
+            runner = module.GPUModelRunner()
+            runner.device = CPU
+            layers = placing.by_runner(module.GPUModelRunner._allocate_kv_cache_tensors)(runner, cache)
+        assert [layers[f"l{i}"].offset for i in range(3)] == [0, 4096, 8192]
 
 
 # ---- telling the holder
