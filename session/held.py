@@ -24,6 +24,8 @@ MESSAGE_BYTES_MAX = 64 * 1024
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 # The same on all architectures; Python has no function for it.
 PIDFD_GETFD = 438
+# Of the driver's devices, under whatever name they are seen in a container.
+NVIDIA_MAJOR = 195
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +92,15 @@ def check_device_pool(fd: int) -> None:
     files and memfds that were announced as something else.
     """
     try:
-        kind = stat.S_IFMT(os.fstat(fd).st_mode)
+        status = os.fstat(fd)
         target = os.readlink(f"/proc/self/fd/{fd}")
     except OSError as error:
         raise PoolError(f"the descriptor is not a pool ({error.strerror}); pass one that CUDA exported") from error
-    of_driver = kind == stat.S_IFCHR and os.path.basename(target).startswith("nvidia")
+    kind = stat.S_IFMT(status.st_mode)
+    named = os.path.basename(target).startswith("nvidia") or os.major(status.st_rdev) == NVIDIA_MAJOR
     # The kernel's nameless files have no type at all.
-    if not of_driver and not (kind == 0 and target.startswith("anon_inode:")):
+    nameless = kind == 0 and target.startswith("anon_inode:")
+    if not (kind == stat.S_IFCHR and named) and not nameless:
         raise PoolError(f"{target:.80} is no device memory; announce it as what it is, or pass what CUDA exported")
 
 
