@@ -10,8 +10,8 @@ import inspect
 import weakref
 from typing import Any
 
-# By what a row of exponentials moves a CUDA generator, as long as all of it is drawn at once; vLLM takes it back by this
-# number, too. The smallest cards that serve models draw so many at once.
+# By what a row of exponentials moves a CUDA generator, if all of it is drawn at once; vLLM takes it back by
+# this number, too. The smallest cards that serve models draw so many at once.
 OFFSET_OF_ROW = 4
 VOCABULARY_MAX = 160_000
 
