@@ -23,7 +23,7 @@ from .device_kernels import PLANE, THREADS, TILE_VECTORS, compile_kernels
 from .device_lanes import BLOCKS_PER_LAUNCH, Lane, Lanes, Twin, Urgency
 from .device_sum import SEED, VECTOR_BYTES, reference_sum
 
-AGAIN_S = 30.0
+AGAIN_S = 10.0
 
 _log = logging.getLogger(__name__)
 

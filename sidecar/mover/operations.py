@@ -175,16 +175,19 @@ class Operations:
                 "store_corrupt": figures.corrupt,
                 "store_evicted": figures.evicted,
             }
-        return numbers | await self._lag()
+        return numbers | self._lag()
 
-    async def _lag(self) -> dict[str, int]:
+    def _lag(self) -> dict[str, int]:
         """How far sums and snapshots are behind, over all watched live sessions."""
         blocks = tokens = 0
         for path in self._watcher.watched:
             try:
                 reader = self._sources.reader(path)
-                pool = await self._sources.pool(path)
             except MoverError:
+                continue
+            # Whoever asks wants to know at once, and not when a GPU has been opened.
+            pool = self._sources.mapped(path)
+            if pool is None:
                 continue
             for slot in reader.slots():
                 if slot.state is not SlotState.LIVE:

@@ -52,6 +52,11 @@ class Sources:
             self._unmap_unused()
         return arena.pool
 
+    def mapped(self, path: Path) -> Pool | None:
+        """The pool of an arena if it is mapped already."""
+        arena = self._arenas.get(path)
+        return arena.pool if arena is not None else None
+
     async def prepare(self, path: Path) -> None:
         """Fetch the pool of an arena if it is not mapped yet and its engine has published it. Raises MoverError."""
         arena = self._open(path)

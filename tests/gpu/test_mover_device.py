@@ -19,6 +19,7 @@ from midstream.session.layout import Plane, PoolLayout, PoolMeta
 from midstream.sidecar.mover.client import MoverClient
 from midstream.sidecar.mover.device import Devices
 from midstream.sidecar.mover.device_pool import DevicePool, open_device_pool
+from midstream.sidecar.mover.process import FAULT_STATUS
 from support.device_rig import DeviceWorker, block_bytes, read_bytes, write_bytes
 from support.mover_rig import Processes, layout_of, prompt_hash
 
@@ -30,6 +31,7 @@ OUTPUTS = list(range(100, 140))
 
 ENGINE = """
 import sys
+import time
 from pathlib import Path
 from support.device_rig import DeviceWorker
 from midstream.session.held import HolderClient
@@ -44,6 +46,7 @@ for n in range(4):
 print("decoding", flush=True)
 token = 1000
 while len(sessions[0][2]) < 220:
+    time.sleep(0.0005)
     for n, (slot, prompt, outputs, blocks, used) in enumerate(sessions):
         token += 1
         needed = (len(prompt) + len(outputs)) // 4 + 1
@@ -53,6 +56,17 @@ while len(sessions[0][2]) < 220:
         worker.decode(slot, prompt, outputs, blocks, token)
 print("done", flush=True)
 sys.stdin.read()
+"""
+
+
+# A mover whose kernels read where nothing is.
+FAULTY = """
+import sys
+from midstream.sidecar.mover import device_kernels, process
+sound = "u64 sum = 0;"
+assert sound in device_kernels.SOURCE
+device_kernels.SOURCE = device_kernels.SOURCE.replace(sound, "u64 sum = *reinterpret_cast<const volatile u64*>(8);")
+sys.exit(process.main(sys.argv[1:]))
 """
 
 
@@ -123,7 +137,7 @@ async def test_every_session_of_a_killed_engine_goes_on_with_the_very_same_kv(
         engine = await start_engine(tmp_path, name, 4 * kill)
         arena = tmp_path / f"{name}.arena"
         await mover.watch(arena, name)
-        await asyncio.sleep(chance.uniform(0.0, 0.3))
+        await asyncio.sleep(chance.uniform(0.0, 0.15))
         if from_disk:
             await mover.snapshot(arena)
         engine.send_signal(signal.SIGKILL)
@@ -203,6 +217,35 @@ async def test_in_place_blocks_are_compared_and_none_is_copied(
     result = await mover.restore(SESSION, source=(old.arena, 1), to_arena=again.arena, to_generation=2, deadline_s=5)
     assert (result.ok, result.bytes, result.blocks_verified) == (True, 0, 12)
     again.writer.close()
+
+
+async def test_an_error_of_the_card_ends_the_mover_and_another_one_works(
+    holder: HolderClient, processes: Processes, old: DeviceWorker, new: DeviceWorker, tmp_path: Path
+) -> None:
+    old.run(SESSION, PROMPT, OUTPUTS, range(20, 32))
+    waits = new.wait(SESSION, PROMPT, OUTPUTS, range(40, 52))
+    path = tmp_path / "faulty.sock"
+    command = [sys.executable, "-c", FAULTY, "--socket", str(path), "--holder", str(processes.holder_path)]
+    faulty = await asyncio.to_thread(subprocess.Popen, command, stderr=subprocess.PIPE, text=True)
+    for _ in range(1000):
+        if path.exists():
+            break
+        await asyncio.sleep(0.01)
+    client = MoverClient(path)
+    result = await client.restore(SESSION, source=(old.arena, 1), to_arena=new.arena, to_generation=2, deadline_s=20)
+    await client.close()
+    assert not result.ok
+    _, log = await asyncio.to_thread(faulty.communicate, timeout=30)
+    assert faulty.returncode == FAULT_STATUS, log
+    assert "event=gpu_failed" in log
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in log
+    assert waits.inbox() == (LoadState.FAILED, 0)
+    client = MoverClient(processes.start_mover())
+    again = new.wait(SESSION, PROMPT, OUTPUTS, range(60, 72), generation=3)
+    result = await client.restore(SESSION, source=(old.arena, 1), to_arena=new.arena, to_generation=3, deadline_s=20)
+    assert result.ok, result
+    assert again.inbox() == (LoadState.DONE, 45)
+    await client.close()
 
 
 def _opened(holder: HolderClient, name: str) -> DevicePool:
