@@ -98,7 +98,8 @@ async def fast_mover(processes: Processes, holder: HolderClient, tmp_path: Path)
     path = tmp_path / "fast.sock"
     command = [sys.executable, "-m", "midstream.sidecar.mover", "--socket", str(path)]
     command += ["--holder", str(processes.holder_path), "--parent-pid", str(os.getpid())]
-    started = await asyncio.to_thread(subprocess.Popen, command)
+    with (tmp_path / "mover.log").open("ab") as log:
+        started = await asyncio.to_thread(subprocess.Popen, command, stderr=log)
     for _ in range(1000):
         if path.exists():
             break
