@@ -6,6 +6,7 @@ that fails prints why, with the ends of all logs, and the next one runs. Exit st
 """
 
 import argparse
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -30,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = Results(options.out / "figures.jsonl")
     clock = Clock(options.limit)
     could_not = False
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # As Ctrl-C: what was started ends in good order.
+        signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
     for part in options.parts:
         if clock.left_s() < LEAST_S[part]:
             results.missing(part, part, f"only {clock.left_s():.0f} s of the time were left")
@@ -37,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"=== {part}, {clock.left_s():.0f} s left", flush=True)
         try:
             _run(part, options, results, clock)
+        except KeyboardInterrupt:
+            could_not = True
+            results.missing(part, part, "it was interrupted")
+            break
         except (MidstreamError, OSError, RuntimeError) as error:
             could_not = True
             traceback.print_exc()

@@ -69,10 +69,8 @@ class Engine:
         print(f"engine {self.name}: starting, log {self.log}", flush=True)
         self._started_s, self.ready_after_s = time.monotonic(), None
         with self.log.open("ab") as sink:
-            # A process group of its own: a signal to the measurement is not to reach it before it is measured.
-            self._process = subprocess.Popen(
-                self._command, env=self._environ, stdout=sink, stderr=sink, start_new_session=True
-            )
+            # In the group of this process: where that is killed from outside, no engine is left on the card.
+            self._process = subprocess.Popen(self._command, env=self._environ, stdout=sink, stderr=sink)
 
     async def wait_ready(self, http: aiohttp.ClientSession, *, timeout_s: float) -> float:
         """Wait until it answers; returns how long it took from its start. EngineError shows the end of its log."""

@@ -37,6 +37,7 @@ class Fleet:
         self.state_dir = self._place / "state"
         self.engines: dict[str, Engine] = {}
         self.sidecar: SidecarProcess | None = None
+        self._last: SidecarProcess | None = None
         self._sidecar_count = 0
         self._coming: dict[str, asyncio.Task[float]] = {}
 
@@ -56,6 +57,7 @@ class Fleet:
         self._sidecar_count += 1
         beside = [f"{name}={self.engines[name].url}" for name in names]
         self.sidecar = SidecarProcess([], beside=beside, state_dir=self.state_dir, settings=settings, store=store)
+        self._last = self.sidecar
         print(f"sidecar {self._sidecar_count}: {dict(settings or {})} store={store}", flush=True)
         self._starting = asyncio.create_task(self.sidecar.start(self._http, timeout_s=600.0))
         # Its places are offered before it says that it listens.
@@ -114,16 +116,15 @@ class Fleet:
 
     async def end(self) -> None:
         """End everything."""
-        sidecar = self.sidecar
         for coming in self._coming.values():
             coming.cancel()
         await asyncio.gather(*self._coming.values(), return_exceptions=True)
         await self.end_sidecar()
         for engine in self.engines.values():
             await asyncio.to_thread(engine.stop)
-        if sidecar is not None:
-            # The engines are gone, so what the holder keeps is nobody's.
-            await asyncio.to_thread(sidecar.kill_holder)
+        if self._last is not None:
+            # It outlives sidecars. The engines are gone, so what it keeps is nobody's, and would fill the card.
+            await asyncio.to_thread(self._last.kill_holder)
         shutil.rmtree(self._place, ignore_errors=True)
 
     def describe(self) -> str:

@@ -99,7 +99,7 @@ async def require_exact(
     go on exactly, from that tier, as the undisturbed answer does. Returns the undisturbed answers.
     """
     rig = RigOf(sidecar)
-    wanted = await undisturbed(rig, http, cases)
+    wanted = await all_at_once(rig, http, cases)
     known = {s["session"] for s in await sidecar.sessions(http)}
     counts = [0] * len(cases)
 
@@ -131,6 +131,12 @@ async def require_exact(
             assert outcome["lag"] == 0 or cases[index].body.get("logprobs"), outcome
     require_same([cases[i] for i in hit], [wanted[i] for i in hit], [got[i] for i in hit])
     return wanted
+
+
+async def all_at_once(rig: Rig, http: aiohttp.ClientSession, cases: Sequence[Case]) -> list[Answer]:
+    """What the answers are when nothing happens."""
+    each = await asyncio.gather(*(undisturbed(rig, http, [case]) for case in cases))
+    return [answer for [answer] in each]
 
 
 async def have_snapshots(
@@ -194,6 +200,6 @@ async def test_without_a_standby_everything_goes_on_in_the_pool_that_the_dead_en
         [worker] = await sidecar.workers(http)
         assert worker["adopted"], sidecar.last_lines()
         # What was taken over is in the prefix cache now, and as good as what the engine computes itself.
-        require_same(cases, wanted, await undisturbed(RigOf(sidecar), http, cases), takeovers=0)
+        require_same(cases, wanted, await all_at_once(RigOf(sidecar), http, cases), takeovers=0)
     finally:
         await asyncio.to_thread(sidecar.stop)
