@@ -87,7 +87,7 @@ class Owner:
     def kill(self) -> None:
         """SIGKILL, while the GPU runs its writes; returns when it is gone."""
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
 
 
 @contextlib.contextmanager
@@ -100,7 +100,8 @@ def owning(client: HolderClient) -> Iterator[Owner]:
         yield Owner(process, int(process.stdout.readline()))
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
+        process.stdout.close()
 
 
 def wait_for(is_so: Any, within_s: float) -> None:
