@@ -118,6 +118,10 @@ class Device:
         checked, parts = len(job.expected), source.planes.count * source.planes.tiles
         if len(job.sources) * parts >= 1 << 31:
             raise PoolError(f"{len(job.sources)} blocks of {source.planes.count} planes are too many for one launch")
+        if checked > len(job.sources) or len(job.destinations) not in (0, len(job.sources)):
+            raise PoolError(
+                f"{len(job.sources)} blocks have {checked} sums, {len(job.destinations)} places; give one each"
+            )
         columns = (
             source.planes.packed,
             destination.planes.packed,
@@ -135,18 +139,21 @@ class Device:
         planes, to_planes, sums, expected, blocks, to_blocks = (_pointer(on_card + place) for place in places)
         shape = (_count(source.planes.count), _count(source.planes.tiles))
         what = f"run {len(job.sources)} blocks"
-        do(driver.cuMemcpyHtoDAsync(on_card, lane.parameters.address, end, lane.stream), what)
-        if checked:
-            arguments = (_pointer(source.address), planes, *shape, blocks, sums)
-            self._start("sum_blocks", lane, checked * parts, arguments)
-        if job.destinations:
-            sides = (_pointer(source.address), planes, _pointer(destination.address), to_planes)
-            lists = (blocks, to_blocks, sums, expected, _count(checked), _count(job.in_place))
-            self._start("copy_blocks", lane, len(job.sources) * parts, (*sides, *shape, *lists))
-        if checked:
-            down = (lane.parameters.address + places[2], on_card + places[2], checked * 8)
-            do(driver.cuMemcpyDtoHAsync(*down, lane.stream), what)
-        self._calls.wait(lane.stream, what)
+        try:
+            do(driver.cuMemcpyHtoDAsync(on_card, lane.parameters.address, end, lane.stream), what)
+            if checked:
+                arguments = (_pointer(source.address), planes, *shape, blocks, sums)
+                self._start("sum_blocks", lane, checked * parts, arguments)
+            if job.destinations:
+                sides = (_pointer(source.address), planes, _pointer(destination.address), to_planes)
+                lists = (blocks, to_blocks, sums, expected, _count(checked), _count(job.in_place))
+                self._start("copy_blocks", lane, len(job.sources) * parts, (*sides, *shape, *lists))
+            if checked:
+                down = (lane.parameters.address + places[2], on_card + places[2], checked * 8)
+                do(driver.cuMemcpyDtoHAsync(*down, lane.stream), what)
+        finally:
+            # Also when the half of it was refused: the lane is for others then.
+            self._calls.wait(lane.stream, what)
         return view[places[2] : places[3]].cast("Q").tolist()
 
     def _start(self, name: str, lane: Lane, grid: int, arguments: "tuple[ctypes._SimpleCData[int], ...]") -> None:

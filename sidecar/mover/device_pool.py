@@ -64,6 +64,8 @@ class DevicePool:
         """Copy blocks; a damaged one is left out, and those around it may be copied."""
         if not isinstance(destination, DevicePool):
             raise PoolError(f"pools {self.name} and {destination.name} lie in different memory; go on from disk")
+        if self.fingerprint != destination.fingerprint:
+            raise PoolError(f"pools {self.name} and {destination.name} have different blocks; recompute the session")
         self._check(work.sources)
         destination._check(work.destinations)
         in_place = self.identity == destination.identity

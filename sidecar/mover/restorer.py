@@ -250,7 +250,7 @@ class Restorer:
         moved = [new for old, new in zip(blocks, to.blocks, strict=True) if old != new]
         if pool.identity == to.pool.identity and not old_blocks.isdisjoint(moved):
             raise MoverError(Reason.OVERLAP, f"session {order.session}: old and new blocks overlap in another order")
-        sums = self._sums.get((path, order.origin, generation), covered.table.generation, pool.sum_kind)
+        sums = self._sums.get((path, order.origin, generation), covered.table.generation, pool.sum_kind)[: len(blocks)]
         done = Copied(0, 0, 0)
         step = max(1, to.pool.pace.step_bytes // pool.layout.block_bytes)
         for at in range(0, len(blocks), step):

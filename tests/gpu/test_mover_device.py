@@ -226,6 +226,20 @@ async def test_a_byte_that_changed_in_the_pool_of_the_dead_is_found_and_does_not
         write_bytes(old.address + start, kept)
 
 
+async def test_a_shorter_cut_than_what_was_summed_is_served(
+    mover: MoverClient, old: DeviceWorker, new: DeviceWorker
+) -> None:
+    old.run(SESSION, PROMPT, OUTPUTS, range(20, 32))
+    await mover.seal(old.arena)
+    waits = new.wait(SESSION, PROMPT, OUTPUTS[:13], [7, 40, 9, 12, 2])
+    others = [block_bytes(new.address, new.layout, block) for block in (8, 10, 41)]
+    result = await mover.restore(SESSION, source=(old.arena, 1), to_arena=new.arena, to_generation=2, deadline_s=5)
+    assert (result.ok, result.blocks_verified, result.blocks_unverified) == (True, 5, 0)
+    assert waits.inbox() == (LoadState.DONE, 18)
+    assert new.right([*PROMPT, *OUTPUTS], range(18), [7, 40, 9, 12, 2]) == list(range(18))
+    assert [block_bytes(new.address, new.layout, block) for block in (8, 10, 41)] == others
+
+
 async def test_in_place_blocks_are_compared_and_none_is_copied(
     mover: MoverClient, old: DeviceWorker, holder: HolderClient, tmp_path: Path
 ) -> None:
