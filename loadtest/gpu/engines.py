@@ -106,11 +106,11 @@ class Engine:
             await asyncio.gather(*(one() for _ in range(streams)))
 
     def core(self) -> psutil.Process:
-        """The process of its core. EngineError where there is none."""
+        """The process of its core. EngineError where there is none that lives."""
         if self._process is not None:
             with suppress(psutil.NoSuchProcess):
                 for child in psutil.Process(self._process.pid).children(recursive=True):
-                    if any("EngineCore" in word for word in (child.name(), *child.cmdline())):
+                    if lives(child) and any("EngineCore" in word for word in (child.name(), *child.cmdline())):
                         return child
         raise EngineError(f"engine {self.name} has no core; its log ends:\n{self.last_lines()}")
 
@@ -141,6 +141,14 @@ class Engine:
         psutil.wait_procs(doomed, timeout=20)
         self._process.wait(20)
         self._process = None
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether a process runs; one that its parent has not collected does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _free_port() -> int:

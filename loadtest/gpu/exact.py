@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import psutil
 
-from ...session.errors import EngineError, MidstreamError
+from ...session.errors import EngineError
 from ..aim import snapshot_exists
 from ..client import REPORT_HEADER, Answer, read_stream
 from ..load.workload import CHAT, COMPLETIONS
 from . import fault
 from .clock import Clock
+from .engines import lives
 from .fleet import Fleet, fleet, kill_core
 from .models import SERVED_AS, serve, small_options
 from .results import Results
@@ -35,6 +35,7 @@ ENVIRON = {"VLLM_BATCH_INVARIANT": "1"}
 BACK_S = 240.0
 ANSWER_S = 120.0
 FAULT_S = 60.0
+LOOK_S = 0.01
 CUT_TOKENS = 40
 # A small model is fast: answers must last until somebody has read of a token and killed, or a snapshot was stored.
 TOKENS, TOKENS_DISK = 240, 1500
@@ -245,17 +246,18 @@ async def _lose(
             new = [s["session"] for s in await engines.sidecar.sessions(http) if s["session"] not in known]
             if all(snapshot_exists(store, session) for session in new):
                 break
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(LOOK_S)
     engine = engines.engines[victim]
     if kind is not Kind.FAULT:
         kill_core(engine)
         return
     core = engine.core()
     await asyncio.to_thread(triggers[victim].touch)
-    try:
-        await asyncio.to_thread(core.wait, FAULT_S)
-    except psutil.TimeoutExpired:
-        raise MidstreamError(f"engine {victim} lives on, {FAULT_S:g} s after a fault of its GPU") from None
+    deadline_s = time.monotonic() + FAULT_S
+    while lives(core):
+        if time.monotonic() > deadline_s:
+            raise EngineError(f"engine {victim} lives on, {FAULT_S:g} s after a fault of its GPU")
+        await asyncio.sleep(LOOK_S)
 
 
 def _counts(verdicts: Sequence[Verdict]) -> dict[str, Any]:
