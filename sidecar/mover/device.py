@@ -204,22 +204,26 @@ class Devices:
         self._on_fault = on_fault
         self._calls: Calls | None = None
         self._opened: dict[str, Device] = {}
-        self._refused: dict[str, tuple[float, str]] = {}
+        # When it may be tried again, how long that was, and why.
+        self._refused: dict[str, tuple[float, float, str]] = {}
         self._lock = threading.Lock()
 
     def get(self, gpu_uuid: str) -> Device:
-        """The GPU of that UUID. Raises PoolError; then it is not tried again for AGAIN_S."""
+        """The GPU of that UUID. Raises PoolError; then it is not tried again for AGAIN_S, and twice as long each time.
+
+        What an attempt leaves behind on a card that is full is little, but it must not add up.
+        """
         with self._lock:
             device = self._opened.get(gpu_uuid)
             if device is not None:
                 return device
-            since, text = self._refused.get(gpu_uuid, (0.0, ""))
-            if text and time.monotonic() - since < AGAIN_S:
+            again, pause_s, text = self._refused.get(gpu_uuid, (0.0, AGAIN_S / 2, ""))
+            if text and time.monotonic() < again:
                 raise PoolError(text)
             try:
                 device = self._opened[gpu_uuid] = self._open(gpu_uuid)
             except PoolError as error:
-                self._refused[gpu_uuid] = (time.monotonic(), str(error))
+                self._refused[gpu_uuid] = (time.monotonic() + 2 * pause_s, 2 * pause_s, str(error))
                 raise
             return device
 

@@ -5,15 +5,19 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from midstream.session import vram
 from midstream.session.arena import LoadState
+from midstream.session.errors import PoolError
 from midstream.session.held import HolderClient
 from midstream.session.ids import SessionId
 from midstream.session.layout import PoolMeta, cuda_memory
+from midstream.sidecar.mover import device
 from midstream.sidecar.mover.client import MoverClient
 from midstream.sidecar.mover.process import FAULT_STATUS
 from midstream.sidecar.mover.protocol import MoverError
@@ -75,16 +79,16 @@ def on_a_gpu(folder: Path, name: str, holder: HolderClient) -> Worker:
 async def test_without_cuda_pools_on_a_gpu_are_refused_by_name_and_others_work_on(
     mover: MoverClient, holder: HolderClient, processes: Processes, tmp_path: Path
 ) -> None:
-    device = on_a_gpu(tmp_path, "gpu", holder)
+    on_gpu = on_a_gpu(tmp_path, "gpu", holder)
     old, new = Worker(tmp_path, "old", holder), Worker(tmp_path, "new", holder)
-    await mover.watch(device.arena, "gpu")
-    device.run(SESSION, PROMPT, OUTPUTS, [1, 2])
+    await mover.watch(on_gpu.arena, "gpu")
+    on_gpu.run(SESSION, PROMPT, OUTPUTS, [1, 2])
     old.run(OTHER, PROMPT, OUTPUTS, [1, 2])
     refused = new.wait(SESSION, PROMPT, OUTPUTS, [5, 6])
     served = new.wait(OTHER, PROMPT, OUTPUTS, [7, 8])
     results = [
         await mover.restore(session, source=(source, 1), to_arena=new.arena, to_generation=2, deadline_s=5)
-        for session, source in ((SESSION, device.arena), (OTHER, old.arena))
+        for session, source in ((SESSION, on_gpu.arena), (OTHER, old.arena))
     ]
     assert (results[0].ok, results[0].reason) == (False, "pool")
     assert "CUDA" in results[0].error
@@ -95,15 +99,34 @@ async def test_without_cuda_pools_on_a_gpu_are_refused_by_name_and_others_work_o
     assert "event=no_pool worker=gpu" in processes.log()
     assert processes.log().count("event=no_pool") == 1
     assert "Traceback" not in processes.log()
-    for one in (device, old, new):
+    for one in (on_gpu, old, new):
         one.close()
+
+
+def test_a_gpu_that_was_refused_is_tried_again_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[str] = []
+
+    def refuse(gpu_uuid: str) -> int:
+        tries.append(gpu_uuid)
+        raise PoolError("no such GPU; look for it")
+
+    monkeypatch.setattr(vram, "device_of", refuse)
+    monkeypatch.setattr(device, "AGAIN_S", 0.05)
+    devices = device.Devices(pytest.fail)
+    began = time.monotonic()
+    while time.monotonic() - began < 0.3:
+        with pytest.raises(PoolError, match="no such GPU"):
+            devices.get("GPU-1")
+        time.sleep(0.001)
+    # At once, after 0.05 s and after 0.1 s more; the next time would be after 0.2 s more.
+    assert 2 <= len(tries) <= 3
 
 
 async def test_a_gpu_that_fails_ends_the_mover_with_its_reason_and_no_engine_waits(
     holder: HolderClient, processes: Processes, tmp_path: Path
 ) -> None:
-    device, new = on_a_gpu(tmp_path, "gpu", holder), Worker(tmp_path, "new", holder)
-    device.run(SESSION, PROMPT, OUTPUTS, [1, 2])
+    on_gpu, new = on_a_gpu(tmp_path, "gpu", holder), Worker(tmp_path, "new", holder)
+    on_gpu.run(SESSION, PROMPT, OUTPUTS, [1, 2])
     waits = new.wait(SESSION, PROMPT, OUTPUTS, [5, 6])
     path = tmp_path / "failing.sock"
     command = [sys.executable, "-c", FAILING, "--socket", str(path), "--holder", str(processes.holder_path)]
@@ -116,7 +139,7 @@ async def test_a_gpu_that_fails_ends_the_mover_with_its_reason_and_no_engine_wai
     # It may be gone before it has answered on its socket.
     with contextlib.suppress(MoverError):
         result = await client.restore(
-            SESSION, source=(device.arena, 1), to_arena=new.arena, to_generation=2, deadline_s=5
+            SESSION, source=(on_gpu.arena, 1), to_arena=new.arena, to_generation=2, deadline_s=5
         )
         assert not result.ok
     _, log = await asyncio.to_thread(mover.communicate, timeout=20)
@@ -125,5 +148,5 @@ async def test_a_gpu_that_fails_ends_the_mover_with_its_reason_and_no_engine_wai
     assert "Traceback" not in log
     assert waits.inbox() == (LoadState.FAILED, 0)
     await client.close()
-    for one in (device, new):
+    for one in (on_gpu, new):
         one.close()
