@@ -6,7 +6,7 @@ in number.
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,15 +50,22 @@ class Sums:
             return ()
         return summed.sums
 
-    def add(self, owner: Owner, table_generation: int, kind: SumKind, first: int, values: Iterable[int]) -> None:
-        """Add the sums of the blocks from ordinal `first` on; those of an older table or another kind are forgotten."""
+    def add(self, owner: Owner, table_generation: int, kind: SumKind, first: int, values: Sequence[int]) -> int:
+        """Add the sums of the blocks from ordinal `first` on, and say how many of them are new.
+
+        Those of an older table or another kind are forgotten. Of a block that has a sum the old one is kept: two may
+        have looked at the same blocks at once, one of them further than the other.
+        """
         summed = self._by_owner.get(owner)
         if summed is None or (summed.table_generation, summed.kind) != (table_generation, kind):
             self.drop(owner)
             summed = self._by_owner[owner] = _Summed(table_generation, kind)
-        if len(summed.sums) == first:
-            summed.sums.extend(values)
-            self._count += len(summed.sums) - first
+        known = len(summed.sums)
+        if first > known:
+            return 0
+        summed.sums.extend(values[known - first :])
+        self._count += len(summed.sums) - known
+        return len(summed.sums) - known
 
     def drop(self, owner: Owner) -> None:
         """Forget a session."""

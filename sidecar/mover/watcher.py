@@ -224,8 +224,8 @@ class Watcher:
             except MoverError:
                 self._counters.sums_dropped += len(mine)
                 continue
-            self._sums.add(due.owner, due.covered.table.generation, pool.sum_kind, due.first, mine)
-            self._counters.blocks_summed += len(mine)
+            new = self._sums.add(due.owner, due.covered.table.generation, pool.sum_kind, due.first, mine)
+            self._counters.blocks_summed += new
             kept.append(due)
         return kept
 

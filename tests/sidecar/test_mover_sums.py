@@ -44,6 +44,15 @@ def test_sums_are_added_in_order_and_never_with_a_gap() -> None:
     assert list(sums.get(OWNER, 1, XXH3)) == [11, 12, 13]
 
 
+def test_of_two_looks_at_the_same_blocks_the_one_that_went_further_adds_what_is_new() -> None:
+    sums = Sums()
+    assert sums.add(OWNER, 1, XXH3, 0, [11, 12]) == 2
+    assert sums.add(OWNER, 1, XXH3, 0, [99, 99, 13]) == 1
+    assert list(sums.get(OWNER, 1, XXH3)) == [11, 12, 13]
+    assert sums.add(OWNER, 1, XXH3, 1, [12]) == 0
+    assert sums.count == 3
+
+
 def test_the_count_is_that_of_what_is_kept() -> None:
     sums = Sums(4)
     sums.add(OWNER, 1, XXH3, 0, [1, 2])

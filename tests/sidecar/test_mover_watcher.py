@@ -1,9 +1,11 @@
 """How the mover looks at an arena: what has filled in all its sessions is summed together, at the pool's pace."""
 
+import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,6 +145,27 @@ async def test_what_is_not_watched_any_more_gets_no_sums_but_is_still_sealed(
     # Five full blocks, and the tail.
     assert await bench.watcher.seal(bench.worker.arena) == 6
     assert bench.sums.count == 6
+    bench.worker.close()
+
+
+async def test_a_tail_is_sealed_though_its_full_blocks_are_being_summed(processes: Processes, tmp_path: Path) -> None:
+    bench = Bench(tmp_path, processes, HOST)
+    bench.run(1, range(6), outputs=17)
+    together = asyncio.Barrier(2)
+    took = asyncio.to_thread
+
+    async def slowly(*work: Any) -> Any:
+        found = await took(*work)
+        if getattr(work[0], "__name__", "") == "sum_blocks":
+            await together.wait()
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncio, "to_thread", slowly)
+        # Both have taken their sums before either has added them.
+        await asyncio.gather(bench.turn(), bench.watcher.seal(bench.worker.arena))
+    assert sorted(len(blocks) for blocks in bench.calls.blocks) == [5, 6]
+    assert bench.sums.count == bench.counters.blocks_summed == 6
     bench.worker.close()
 
 
