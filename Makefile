@@ -12,6 +12,8 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
 BIN := .venv/bin
 READY := .venv/.ready
 TIMES := --durations=10 --durations-min=2
+# vLLM's tests in one process, all others in the other (tests/conftest.py).
+TWO := --numprocesses 2 --dist loadgroup
 # Prints the path of an engine's environment or of a model, building it first if need be.
 ENSURE := $(BIN)/python -m midstream.sidecar.environments ensure
 
@@ -50,7 +52,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 test-fast: lint
-	$(BIN)/pytest -q -m 'not engine and not vllm and not gpu' $(TIMES) $(TESTS)
+	$(BIN)/pytest -q -o asyncio_debug=true -m 'not engine and not vllm and not gpu' $(TIMES) $(TESTS)
 
 test: lint
 	@echo 'engines: the first time this takes some minutes and about 6 GB'
@@ -58,7 +60,7 @@ test: lint
 	export MIDSTREAM_TEST_TINY_MODEL="$$($(ENSURE) tiny-model)"
 	export MIDSTREAM_TEST_MODEL="$$($(ENSURE) model)"
 	export MIDSTREAM_TEST_VLLM_PYTHON="$$($(ENSURE) vllm)"
-	$(BIN)/pytest -v -ra -m 'not gpu' $(TIMES) $(TESTS)
+	$(BIN)/pytest -v -ra -m 'not gpu' $(TWO) $(TIMES) $(TESTS)
 
 bench: $(READY)
 	$(BIN)/python -m midstream.loadtest.proxy_bench $(BENCH)

@@ -51,12 +51,8 @@ def process(manner: Manner, request: pytest.FixtureRequest) -> Iterator[SidecarP
         yield started.start().process
         started.stop()
     else:
-        rig = Rig(workers=2)
-        try:
-            rig.start()
-            yield rig.sidecar
-        finally:
-            rig.stop()
+        pair: Rig = request.getfixturevalue("vllm_pair")
+        yield pair.sidecar
 
 
 @pytest_asyncio.fixture

@@ -152,14 +152,14 @@ class Rig:
         """While this lasts, each session that was admitted is answered by one of a filler on every other worker."""
         fillers: list[asyncio.Task[Answer]] = []
 
-        known = len(await self.sidecar.sessions(http))
+        # By name and not by number: the list of those that are over has an end.
+        known = {s["session"] for s in await self.sidecar.sessions(http)}
 
         async def one_more() -> None:
-            nonlocal known
-            known += 1
             async with asyncio.timeout(ADMISSION_S):
-                while len(await self.sidecar.sessions(http)) < known:  # noqa: ASYNC110
+                while not (new := {s["session"] for s in await self.sidecar.sessions(http)} - known):  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
+            known.update(new)
 
         async def admitted() -> None:
             await one_more()

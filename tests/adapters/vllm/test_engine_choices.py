@@ -1,7 +1,6 @@
 """Several choices and prompts on real vLLM workers: what vLLM itself would answer, and through the kill of a worker."""
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
@@ -18,14 +17,9 @@ PROMPTS = ["Once upon a time", "The capital of France is a city that"]
 
 
 @pytest.fixture(scope="module")
-def rig() -> Iterator[Rig]:
+def rig(vllm_pair: Rig) -> Rig:
     """A sidecar with two workers."""
-    rig = Rig(workers=2)
-    try:
-        rig.start()
-        yield rig
-    finally:
-        rig.stop()
+    return vllm_pair
 
 
 CASES: dict[str, dict[str, Any]] = {

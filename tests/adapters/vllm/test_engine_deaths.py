@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from typing import Any
 
@@ -26,14 +26,9 @@ WAIT_S = 90.0
 
 
 @pytest.fixture(scope="module")
-def rig() -> Iterator[Rig]:
-    """Two workers that prefill in small steps."""
-    rig = Rig("--max-num-batched-tokens", "64", workers=2)
-    try:
-        rig.start()
-        yield rig
-    finally:
-        rig.stop()
+def rig(vllm_pair: Rig) -> Rig:
+    """A sidecar with two workers."""
+    return vllm_pair
 
 
 async def until(condition: Callable[[], Any], what: str) -> Any:

@@ -5,7 +5,6 @@ A start of vLLM is what costs time here, so many different sessions die in each 
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
@@ -34,14 +33,9 @@ SECRETS = ("PELICAN", "THUNDER", "VIOLIN", "MAGENTA", "GRANITE", "LANTERN")
 
 
 @pytest.fixture(scope="module")
-def rig() -> Iterator[Rig]:
-    """A sidecar with two workers that prefill at most 256 tokens a step."""
-    rig = Rig("--max-num-batched-tokens", "256", workers=2)
-    try:
-        rig.start()
-        yield rig
-    finally:
-        rig.stop()
+def rig(vllm_pair: Rig) -> Rig:
+    """A sidecar with two workers."""
+    return vllm_pair
 
 
 async def test_a_stream_is_what_the_engine_alone_would_have_sent(rig: Rig, http: aiohttp.ClientSession) -> None:
