@@ -24,15 +24,16 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["PYTHONPATH"] = engine_environ(Path(folder.name), os.environ)["PYTHONPATH"]
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where tests run in two processes, one takes those of vLLM, which are half of the time, and the other the files.
 
     Two pairs of vLLMs at once are more than two cores can do in good time.
     """
-    if getattr(config.option, "dist", "no") != "loadgroup":
+    if not getattr(config.option, "loadgroup", False):
         return
     for item in items:
-        group = "vllm" if item.get_closest_marker("vllm") else str(item.path)
+        group = "vllm" if item.get_closest_marker("vllm") else item.path.stem
         item.add_marker(pytest.mark.xdist_group(group))
     # Stable: groups are handed out in the order in which they come up, and the longest has to begin first.
     items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
