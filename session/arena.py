@@ -165,6 +165,10 @@ class ArenaMap:
         self.view[start : start + len(text)] = text
         _LENGTH_CRC.pack_into(self.view, _FACTS_OFFSET, len(text), crc32(text))
 
+    def facts_mark(self) -> bytes:
+        """What changes when facts are published: their length and check, which are written after them."""
+        return bytes(self.view[_FACTS_OFFSET : _FACTS_OFFSET + _LENGTH_CRC.size])
+
     def read_facts(self) -> dict[str, Any] | None:
         """What the engine published, or None while it has not (or is just writing it)."""
         length, check = _LENGTH_CRC.unpack_from(self.view, _FACTS_OFFSET)
@@ -214,6 +218,10 @@ class ArenaReader:
     def __init__(self, path: Path) -> None:
         self._map = ArenaMap(path)
         self._known: list[_Known] = [_Known(b"", None) for _ in range(self._map.geometry.slot_count)]
+        self._raw = b""
+        self._facts: tuple[bytes, dict[str, Any] | None] = (b"", None)
+        # Where sessions were seen: a hint, to be looked at again.
+        self._seen_at: dict[tuple[SessionId, int], int] = {}
 
     @property
     def path(self) -> Path:
@@ -221,8 +229,11 @@ class ArenaReader:
         return self._map.path
 
     def facts(self) -> dict[str, Any] | None:
-        """What the engine published of itself: key, pools, pid; None until then."""
-        return self._map.read_facts()
+        """What the engine published of itself: key, pools, pid; None until then. It is the reader's own; read only."""
+        mark = self._map.facts_mark()
+        if self._facts[1] is None or self._facts[0] != mark:
+            self._facts = (mark, self._map.read_facts())
+        return self._facts[1]
 
     def counters(self) -> dict[str, int]:
         """What the engine's plugin counted."""
@@ -230,11 +241,19 @@ class ArenaReader:
 
     def slots(self) -> list[Slot]:
         """Every session in the arena, live and finished."""
-        found = [self._look(i).slot for i in range(len(self._known))]
+        self._look_at_all()
+        found = [known.slot for known in self._known]
         return [slot for slot in found if slot is not None and slot.state is not SlotState.FREE]
 
     def find(self, session: SessionId, generation: int | None = None) -> Slot | None:
         """The slot of a session: of that generation, or of its newest one here."""
+        if generation is not None:
+            # Where it was is mostly where it is, and a look there is far cheaper than at all slots.
+            index = self._seen_at.get((session, generation))
+            slot = self._look(index).slot if index is not None else None
+            if slot is not None and slot.state is SlotState.LIVE:
+                if (slot.session, slot.generation) == (session, generation):
+                    return slot
         ours = [slot for slot in self.slots() if slot.session == session and generation in (None, slot.generation)]
         return max(ours, key=lambda slot: slot.generation, default=None)
 
@@ -293,21 +312,41 @@ class ArenaReader:
         self._known = []
         self._map.close()
 
+    def _look_at_all(self) -> None:
+        """Look at every slot, those whose bytes have not changed all at once."""
+        start, end = self._map.slot_offset(0), self._map.slot_offset(len(self._known))
+        raw = bytes(self._map.view[start:end])
+        if raw == self._raw:
+            return
+        for index, (known, at) in enumerate(zip(self._known, range(0, end - start, SLOT_BYTES), strict=True)):
+            mine = raw[at : at + INBOX_OFFSET]
+            if mine != known.raw:
+                self._decode(index, known, mine)
+        self._raw = raw
+
     def _look(self, index: int) -> _Known:
         """The slot's newest record, decoded again only if its bytes have changed."""
         known = self._known[index]
         offset = self._map.slot_offset(index)
         raw = bytes(self._map.view[offset : offset + INBOX_OFFSET])
-        if raw == known.raw:
-            return known
+        if raw != known.raw:
+            # What is known of this slot is newer than the last look at all of them.
+            self._raw = b""
+            self._decode(index, known, raw)
+        return known
+
+    def _decode(self, index: int, known: _Known, raw: bytes) -> None:
         slot = newest_record(index, raw)
         old = known.slot
         known.raw, known.slot = raw, slot
         if slot is None or old is None or _owner(slot) != _owner(old):
             known.journal = known.table = None
+            if old is not None and self._seen_at.get((old.session, old.generation)) == index:
+                del self._seen_at[old.session, old.generation]
+            if slot is not None:
+                self._seen_at[slot.session, slot.generation] = index
         elif slot.table_generation != old.table_generation:
             known.table = None
-        return known
 
 
 def _owner(slot: Slot) -> Sequence[object]:

@@ -4,10 +4,15 @@ A cell is (value u32, check u32), where check continues the CRC-32 of all cells 
 is. Invariant: a cell that checks is the continuation of everything before it, in that session and no other; so the
 length of a chain is the number of cells that check, whatever instant its writer was killed at.
 
+Because each check continues the one before, the check of a cell proves all values up to it at once: many cells are
+read by one checksum over their values, and one by one only where that does not prove them.
+
 Works on any writable buffer; allocating pages is the caller's business.
 """
 
 import struct
+import sys
+from array import array
 from collections.abc import Callable, Iterable
 from zlib import crc32
 
@@ -20,6 +25,9 @@ NO_PAGE = 0xFFFFFFFF
 _VALUE = struct.Struct("<I")
 _SEED = struct.Struct("<16sIII")
 _EMPTY_PAGE = bytes(PAGE_BYTES)
+# Fewer new cells than this are read one by one, as when an engine is followed while it writes; all of them where an
+# array's words do not lie in memory as those of a page do.
+_MANY = 8 if sys.byteorder == "little" else CELLS_PER_PAGE + 1
 
 
 def chain_seed(session: bytes, generation: int, kind: int, table_generation: int) -> int:
@@ -104,12 +112,28 @@ class ChainReader:
     def _read_page(self) -> bool:
         """Read cells of the current page; True when it is full."""
         start = self._page * PAGE_BYTES + PAGE_HEADER_BYTES + self._index * CELL.size
-        end = (self._page + 1) * PAGE_BYTES
-        for value, check in CELL.iter_unpack(self._buffer[start:end]):
-            following = crc32(_VALUE.pack(value), self._check)
-            if following != check:
-                return False
-            self._check = following
-            self._index += 1
-            self.values.append(value)
+        raw = bytes(self._buffer[start : (self._page + 1) * PAGE_BYTES])
+        # A page is emptied before it is used, so what was not written yet is zeroes; a check that ends in some is cut
+        # only in the middle of its cell.
+        written = -(-len(raw.rstrip(b"\0")) // CELL.size)
+        if written < _MANY or not self._take_many(raw[: written * CELL.size]):
+            for value, check in CELL.iter_unpack(raw):
+                following = crc32(_VALUE.pack(value), self._check)
+                if following != check:
+                    break
+                self._check = following
+                self._index += 1
+                self.values.append(value)
+        return self._index == CELLS_PER_PAGE
+
+    def _take_many(self, cells: bytes) -> bool:
+        """Take all of these cells if the last one proves them."""
+        words = array("I", cells)
+        values = words[::2]
+        check = crc32(values, self._check)
+        if check != words[-1]:
+            return False
+        self._check = check
+        self._index += len(values)
+        self.values += values.tolist()
         return True

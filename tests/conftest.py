@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from midstream.sidecar.plugin_path import engine_environ
 from support.vllm_rig import Rig
 
+VLLM = "vllm"
 _ENGINES = ("MIDSTREAM_TEST_TRANSFORMERS_PYTHON", "MIDSTREAM_TEST_VLLM_PYTHON")
 
 
@@ -24,19 +26,31 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["PYTHONPATH"] = engine_environ(Path(folder.name), os.environ)["PYTHONPATH"]
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where tests run in two processes, one takes those of vLLM, which are half of the time, and the other the files.
+def _part(nodeid: str) -> str:
+    """What goes to one process as a whole, where tests run in two: all of vLLM, which is half of the time, or a file.
 
     Two pairs of vLLMs at once are more than two cores can do in good time.
     """
-    if not getattr(config.option, "loadgroup", False):
-        return
-    for item in items:
-        group = "vllm" if item.get_closest_marker("vllm") else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
-    # Stable: groups are handed out in the order in which they come up, and the longest has to begin first.
-    items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
+    file = nodeid.partition("::")[0]
+    return VLLM if file.startswith("tests/adapters/vllm/") or "[vllm" in nodeid else file
+
+
+class ByPart(LoadScopeScheduling):  # type: ignore[misc]
+    """Hands out parts in the order in which they come up."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _part(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByPart:
+    """How tests are shared out between processes."""
+    return ByPart(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest part begins first; all else stays in its order."""
+    items.sort(key=lambda item: _part(item.nodeid) != VLLM)
 
 
 @pytest.fixture(scope="session")
