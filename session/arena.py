@@ -251,9 +251,12 @@ class ArenaReader:
             # Where it was is mostly where it is, and a look there is far cheaper than at all slots.
             index = self._seen_at.get((session, generation))
             slot = self._look(index).slot if index is not None else None
-            if slot is not None and slot.state is SlotState.LIVE:
-                if (slot.session, slot.generation) == (session, generation):
-                    return slot
+            if slot is not None and (slot.session, slot.generation, slot.state) == (
+                session,
+                generation,
+                SlotState.LIVE,
+            ):
+                return slot
         ours = [slot for slot in self.slots() if slot.session == session and generation in (None, slot.generation)]
         return max(ours, key=lambda slot: slot.generation, default=None)
 

@@ -128,6 +128,43 @@ def test_facts_are_published_whole(tmp_path: Path) -> None:
         writer.publish({"x": "y" * 70_000})
 
 
+def test_facts_that_are_published_again_are_seen(tmp_path: Path) -> None:
+    path = arena(tmp_path)
+    writer, reader = ArenaWriter.open(path), ArenaReader(path)
+    for pool in ("a/1/0", "b/1/0"):
+        writer.publish({"pools": [pool]})
+        assert reader.facts() == reader.facts() == {"pools": [pool]}
+
+
+def test_a_session_is_found_wherever_it_went(tmp_path: Path) -> None:
+    path = arena(tmp_path)
+    writer, reader = ArenaWriter.open(path), ArenaReader(path)
+    for _ in range(10):
+        first, second = writer.admit(A, 1, 7, HASH), writer.admit(B, 1, 7, HASH)
+        assert first is not None
+        assert second is not None
+        for session, slot in ((A, first), (B, second)):
+            assert reader.find(session, 2) is None
+            found = reader.find(session, 1)
+            again = reader.find(session)
+            assert found is not None
+            assert found == again
+            assert (found.index, found.session) == (slot.index, session)
+        # Each time another takes the room of the first one.
+        first.release()
+        assert reader.find(A, 1) is None
+        third = writer.admit(SessionId("c" * 32), 1, 7, HASH)
+        assert third is not None
+        assert reader.find(A, 1) is None
+        second.report(LoadState.WAITING, 0, 0)
+        found = reader.find(B, 1)
+        assert found is not None
+        assert found.load is LoadState.WAITING
+        assert {slot.session for slot in reader.slots()} == {B, "c" * 32}
+        second.release()
+        third.release()
+
+
 @pytest.mark.parametrize("damage", ["empty", "short", "magic", "version", "other"])
 def test_a_file_that_is_no_arena_is_named_and_refused(tmp_path: Path, damage: str) -> None:
     path = arena(tmp_path)

@@ -136,6 +136,58 @@ def test_every_flipped_bit_ends_a_chain_where_it_is() -> None:
             pages.memory[at] ^= 1 << bit % 8
 
 
+@pytest.mark.parametrize("known", [0, 3])
+def test_of_many_cells_every_changed_value_ends_the_chain_and_a_changed_check_proves_nothing_false(known: int) -> None:
+    pages, count = Pages(), 40
+    writer = pages.writer()
+    assert writer.append(range(100, 100 + known))
+    written = bytes(pages.memory)
+    assert writer.append(range(100 + known, 100 + count))
+    whole = bytes(pages.memory)
+    for index in range(known, count):
+        for bit in range(CELL.size * 8):
+            # As a reader that knows the first cells already, or none.
+            pages.memory[:] = written
+            reader = ChainReader(memoryview(pages.memory), SEED, 2, pages.count)
+            assert reader.advance() == list(range(100, 100 + known))
+            pages.memory[:] = whole
+            pages.memory[cell_offset(2, index) + bit // 8] ^= 1 << bit % 8
+            found = reader.advance()
+            if bit < 32 or index == count - 1:
+                assert found == list(range(100, 100 + index))
+            else:
+                # All values are as they were, and the check of the last one says so.
+                assert found == list(range(100, 100 + count))
+            pages.memory[:] = whole
+            assert reader.advance() == list(range(100, 100 + count))
+
+
+@given(st.lists(u32, min_size=1, max_size=3 * CELLS_PER_PAGE), st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_chain_that_grows_in_any_steps_is_read_as_it_was_written(values: list[int], data: st.DataObject) -> None:
+    pages = Pages()
+    writer, at = pages.writer(), 0
+    reader = ChainReader(memoryview(pages.memory), SEED, 2, pages.count)
+    while at < len(values):
+        end = at + data.draw(st.one_of(st.integers(1, 12), st.integers(1, 2 * CELLS_PER_PAGE)))
+        assert writer.append(values[at:end])
+        at = min(end, len(values))
+        assert reader.advance() == values[:at]
+
+
+def test_a_cell_that_is_half_written_ends_many_before_it() -> None:
+    pages = Pages()
+    writer = pages.writer()
+    assert writer.append(range(30))
+    before = bytes(pages.memory)
+    assert writer.append([77])
+    after = bytes(pages.memory)
+    for cut in range(CELL.size):
+        pages.memory[:] = before
+        pages.memory[cell_offset(2, 30) : cell_offset(2, 30) + cut] = after[cell_offset(2, 30) :][:cut]
+        assert pages.read(2) == list(range(30))
+
+
 def test_a_damaged_link_ends_a_chain_at_its_page() -> None:
     pages = Pages()
     assert pages.writer().append(range(CELLS_PER_PAGE + 5))
