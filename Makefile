@@ -13,7 +13,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 TIMES := --durations=10 --durations-min=2
 # vLLM's tests in one process, all others in the other (tests/conftest.py).
-TWO := --numprocesses 2 --dist loadscope
+TWO := --numprocesses 2 --dist loadscope --no-loadscope-reorder
 # Prints the path of an engine's environment or of a model, building it first if need be.
 ENSURE := $(BIN)/python -m midstream.sidecar.environments ensure
 
