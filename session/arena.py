@@ -241,9 +241,14 @@ class ArenaReader:
 
     def slots(self) -> list[Slot]:
         """Every session in the arena, live and finished."""
-        self._look_at_all()
+        self.look()
         found = [known.slot for known in self._known]
         return [slot for slot in found if slot is not None and slot.state is not SlotState.FREE]
+
+    def seen(self, session: SessionId, generation: int) -> Slot | None:
+        """The slot of a session's generation as it was when it was last looked at; no look is taken."""
+        index = self._seen_at.get((session, generation))
+        return None if index is None else self._known[index].slot
 
     def find(self, session: SessionId, generation: int | None = None) -> Slot | None:
         """The slot of a session: of that generation, or of its newest one here."""
@@ -315,8 +320,8 @@ class ArenaReader:
         self._known = []
         self._map.close()
 
-    def _look_at_all(self) -> None:
-        """Look at every slot, those whose bytes have not changed all at once."""
+    def look(self) -> None:
+        """Look at every slot; what has not changed since the last look costs next to nothing."""
         start, end = self._map.slot_offset(0), self._map.slot_offset(len(self._known))
         raw = bytes(self._map.view[start:end])
         if raw == self._raw:
@@ -346,10 +351,11 @@ class ArenaReader:
             known.journal = known.table = None
             if old is not None and self._seen_at.get((old.session, old.generation)) == index:
                 del self._seen_at[old.session, old.generation]
-            if slot is not None:
-                self._seen_at[slot.session, slot.generation] = index
         elif slot.table_generation != old.table_generation:
             known.table = None
+        # Of several records of one session that which lives is meant.
+        if slot is not None and (slot.state is SlotState.LIVE or (slot.session, slot.generation) not in self._seen_at):
+            self._seen_at[slot.session, slot.generation] = index
 
 
 def _owner(slot: Slot) -> Sequence[object]:

@@ -34,15 +34,23 @@ def read(reader: ArenaReader, slot: Slot) -> Covered:
 
 def check_unchanged(reader: ArenaReader, covered: Covered) -> None:
     """Raise MoverError unless what was read of these blocks since `covered` was the session's all the time."""
-    table = live_table(reader, covered.slot)
-    if table.generation != covered.table.generation:
+    if live_slot(reader, covered.slot).table_generation != covered.table.generation:
         raise MoverError(
             Reason.TABLE, f"session {covered.slot.session}: its blocks were given away while they were read"
         )
 
 
 def live_table(reader: ArenaReader, slot: Slot) -> Table:
-    """The block table of a session that lives. Raises MoverError.
+    """The block table of a session that lives. Raises MoverError."""
+    now = live_slot(reader, slot)
+    try:
+        return reader.table(now)
+    except ArenaError as error:
+        raise MoverError(Reason.TABLE, str(error)) from error
+
+
+def live_slot(reader: ArenaReader, slot: Slot) -> Slot:
+    """The record of a session that lives, as it is now. Raises MoverError.
 
     A session that finished has given its blocks back: its record still names them, but they may be another's by now.
     """
@@ -51,7 +59,4 @@ def live_table(reader: ArenaReader, slot: Slot) -> Table:
         raise MoverError(Reason.SESSION, f"session {slot.session}: generation {slot.generation} has left {reader.path}")
     if now.state is not SlotState.LIVE:
         raise MoverError(Reason.FINISHED, f"session {slot.session}: it finished ({now.finish}), its blocks are free")
-    try:
-        return reader.table(now)
-    except ArenaError as error:
-        raise MoverError(Reason.TABLE, str(error)) from error
+    return now

@@ -73,22 +73,33 @@ class Device:
         with vram.current(ordinal):
             self._kernels = self._load()
             self._lanes = Lanes(calls)
-            self._prove()
+            try:
+                self._prove()
+            except BaseException:
+                self._lanes.close()
+                raise
 
     def sums(self, side: Side, blocks: Sequence[int]) -> list[int]:
         """The sums of blocks, in order. Raises PoolError."""
         # Compared with anything: what is found is what is asked for.
-        return self.run(side, side, Job(blocks, expected=[0] * len(blocks)), Urgency.BACKGROUND)
+        return self.run(side, side, Job(blocks, expected=[0] * len(blocks)), Urgency.BACKGROUND).tolist()
 
-    def run(self, source: Side, destination: Side, job: Job, urgency: Urgency) -> list[int]:
+    def run(
+        self,
+        source: Side,
+        destination: Side,
+        job: Job,
+        urgency: Urgency,
+        started: Callable[[], object] = lambda: None,
+    ) -> "array[int]":
         """Do a job; returns the sums that were found, of each block that is to be compared. Raises PoolError.
 
-        A block that differs from its sum is not copied.
+        A block that differs from its sum is not copied. `started` is called when a launch was sent and is waited for.
         """
-        found: list[int] = []
+        found = array("Q")
         with vram.current(self.ordinal), self._lanes.lane(urgency) as lane:
             for at in range(0, len(job.sources), BLOCKS_PER_LAUNCH):
-                found += self._launch(lane, source, destination, job.part(at, BLOCKS_PER_LAUNCH))
+                found += self._launch(lane, source, destination, job.part(at, BLOCKS_PER_LAUNCH), started)
         return found
 
     @contextlib.contextmanager
@@ -111,7 +122,9 @@ class Device:
             self._calls.do(copy(twin.device_address, twin.address, size_bytes, lane.stream), "copy onto the card")
             self._calls.wait(lane.stream, "copy onto the card")
 
-    def _launch(self, lane: Lane, source: Side, destination: Side, job: Job) -> list[int]:
+    def _launch(
+        self, lane: Lane, source: Side, destination: Side, job: Job, started: Callable[[], object]
+    ) -> "array[int]":
         self._calls.check()
         driver, do = self._calls.driver, self._calls.do
         view, on_card = lane.parameters.view, lane.parameters.device_address
@@ -151,10 +164,16 @@ class Device:
             if checked:
                 down = (lane.parameters.address + places[2], on_card + places[2], checked * 8)
                 do(driver.cuMemcpyDtoHAsync(*down, lane.stream), what)
+            started()
         finally:
             # Also when the half of it was refused: the lane is for others then.
             self._calls.wait(lane.stream, what)
-        return view[places[2] : places[3]].cast("Q").tolist()
+        return array("Q", view[places[2] : places[3]].tobytes())
+
+    def close(self) -> None:
+        """Give back what it has on the card and what it has pinned; nothing may use it any more."""
+        with vram.current(self.ordinal):
+            self._lanes.close()
 
     def _start(self, name: str, lane: Lane, grid: int, arguments: "tuple[ctypes._SimpleCData[int], ...]") -> None:
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
@@ -175,7 +194,7 @@ class Device:
         return {name: do(driver.cuModuleGetFunction(module, name.encode()), f"find {name}") for name in names}
 
     def _prove(self) -> None:
-        """Use both kernels once, on blocks whose sums are known: the first restore must not be the first to load them.
+        """Use both kernels in every lane, on blocks whose sums are known: no restore must be the first to do so.
 
         Raises PoolError when they do something else than what device_sum.py defines.
         """
@@ -190,9 +209,17 @@ class Device:
         try:
             do(driver.cuMemcpyHtoD(address, raw, len(raw)), what)
             source, destination = Side(address, planes), Side(address + 2 * size, planes)
-            found = self.run(source, destination, Job((0, 1), (1, 0), sums), Urgency.RESTORE)
-            if found != sums or self.sums(destination, (1, 0)) != sums:
-                raise PoolError(f"the kernels on GPU {self.ordinal} compute wrong sums; use another NVRTC or driver")
+            copied, compared = Job((0, 1), (1, 0), sums), Job((1, 0), expected=sums)
+            with self._lanes.all() as lanes:
+                for lane in lanes:
+                    do(driver.cuMemsetD8(destination.address, 0, 2 * size), what)
+                    do(driver.cuCtxSynchronize(), what)
+                    for job, place in ((copied, source), (compared, destination)):
+                        found = self._launch(lane, place, destination, job, lambda: None)
+                        if found.tolist() != sums:
+                            raise PoolError(
+                                f"the kernels on GPU {self.ordinal} compute wrong sums; use another NVRTC or driver"
+                            )
         finally:
             driver.cuMemFree(address)
 
@@ -226,6 +253,13 @@ class Devices:
                 self._refused[gpu_uuid] = (time.monotonic() + 2 * pause_s, 2 * pause_s, str(error))
                 raise
             return device
+
+    def close(self) -> None:
+        """Close every GPU; no pool there may be used any more. One that is needed again is opened anew."""
+        with self._lock:
+            while self._opened:
+                _, device = self._opened.popitem()
+                device.close()
 
     def _open(self, gpu_uuid: str) -> Device:
         ordinal = vram.device_of(gpu_uuid)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...session.errors import PoolError
 
-POLL_S = 0.00005
+POLL_S = 0.0001
 RUN_S_MAX = 20.0
 # What says that there was not enough of something, and nothing about the context.
 _REFUSALS = frozenset({"CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"})

@@ -2,14 +2,16 @@
 
 Owns their number and memory: per GPU URGENT_LANES + BACKGROUND_LANES lanes of LANE_BYTES, pinned and on the card, and
 at most STAGINGS areas of STAGING_BYTES, pinned and on the card, each made when it is first needed. Invariant: a lane is
-given back only when nothing of it runs any more. Restores have the lanes that go first on the card.
+given back only when nothing of it runs any more; memory is let go of only after the driver has. Restores have the
+lanes that go first on the card.
 """
 
 import ctypes
 import mmap
 import queue
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, TypeVar
@@ -42,6 +44,7 @@ class Urgency(Enum):
 class Twin:
     """Pinned memory of this process, and as much on the card."""
 
+    memory: mmap.mmap
     view: memoryview
     address: int
     device_address: int
@@ -60,7 +63,18 @@ class Lanes:
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
-        driver = calls.driver
+        self._twins: list[Twin] = []
+        self._streams: list[Any] = []
+        try:
+            self._make()
+        except BaseException:
+            self.close()
+            raise
+        # Who drops the lanes without closing them must not leave addresses pinned that are another's by then.
+        weakref.finalize(self, _keep_until_end, self._twins).atexit = False
+
+    def _make(self) -> None:
+        calls, driver = self._calls, self._calls.driver
         least, greatest = calls.do(driver.cuCtxGetStreamPriorityRange(), "ask for the priorities of streams")
         self._lanes: dict[Urgency, queue.Queue[Lane]] = {}
         for urgency, count, priority in (
@@ -71,6 +85,7 @@ class Lanes:
             flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
             for _ in range(count):
                 stream = calls.do(driver.cuStreamCreateWithPriority(flags, priority), "make a stream")
+                self._streams.append(stream)
                 lanes.put(Lane(stream, self._twin(LANE_BYTES)))
         self._stagings: queue.Queue[Twin | None] = queue.LifoQueue()
         for _ in range(STAGINGS):
@@ -86,6 +101,13 @@ class Lanes:
             self._lanes[urgency].put(lane)
 
     @contextmanager
+    def all(self) -> Iterator[list[Lane]]:
+        """Every lane there is."""
+        with ExitStack() as taken:
+            counts = {Urgency.RESTORE: URGENT_LANES, Urgency.BACKGROUND: BACKGROUND_LANES}
+            yield [taken.enter_context(self.lane(urgency)) for urgency in counts for _ in range(counts[urgency])]
+
+    @contextmanager
     def staging(self) -> Iterator[Twin]:
         """A staging area of one's own. Take it before a lane, so that nobody holds a lane while waiting for it."""
         staging = _taken(self._stagings)
@@ -95,6 +117,16 @@ class Lanes:
             yield staging
         finally:
             self._stagings.put(staging)
+
+    def close(self) -> None:
+        """Unpin and free everything; nothing may run in any lane."""
+        driver = self._calls.driver
+        while self._streams:
+            driver.cuStreamDestroy(self._streams.pop())
+        while self._twins:
+            twin = self._twins.pop()
+            driver.cuMemHostUnregister(twin.address)
+            driver.cuMemFree(twin.device_address)
 
     def _twin(self, size_bytes: int) -> Twin:
         driver = self._calls.driver
@@ -107,7 +139,17 @@ class Lanes:
         except PoolError:
             driver.cuMemFree(device_address)
             raise
-        return Twin(memoryview(memory), address, device_address)
+        twin = Twin(memory, memoryview(memory), address, device_address)
+        self._twins.append(twin)
+        return twin
+
+
+# Pinned memory of lanes that were dropped: unmapped, its addresses would be given to others while they are pinned.
+_dropped: list[Twin] = []
+
+
+def _keep_until_end(twins: list[Twin]) -> None:
+    _dropped.extend(twins)
 
 
 def _taken(queued: "queue.Queue[T]") -> T:

@@ -10,7 +10,9 @@ import operator
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from ...session import vram
 from ...session.errors import PoolError
@@ -21,8 +23,11 @@ from .pools import BlockDamaged, Copied, Copies, Pace, Pool, SumKind
 
 __all__ = ["DevicePool", "Devices", "open_device_pool"]
 
-# A look takes the card for a fraction of a millisecond, ten times a second; a step for about one millisecond.
-PACE = Pace(look_s=0.1, look_bytes=1 << 30, step_bytes=1 << 30, at_once=URGENT_LANES)
+# Restores in one launch: few enough to begin soon, many enough that the next ones are prepared meanwhile.
+TOGETHER = 4
+# A look takes the card for a fraction of a millisecond, ten times a second, or a hundred times where there is more to
+# sum. A session of a few thousand tokens takes it for about half a millisecond, a whole step for a few.
+PACE = Pace(look_s=0.1, behind_s=0.01, look_bytes=1 << 30, step_bytes=8 << 30, together=TOGETHER, at_once=URGENT_LANES)
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +43,7 @@ class DevicePool:
         self.memory = meta.memory
         self.layout: PoolLayout = meta.layout
         self.fingerprint = meta.fingerprint
+        self.form = (meta.fingerprint, meta.layout.block_tokens, meta.layout.block_bytes)
         self.identity = (meta.memory, meta.identity)
         self._device = device
         self._size_bytes = meta.size_bytes
@@ -62,30 +68,40 @@ class DevicePool:
 
     def copy_to(self, destination: Pool, work: Copies) -> Copied:
         """Copy blocks; a damaged one is left out, and those around it may be copied."""
+        return self.copy_all(destination, [work], lambda: None)[0]
+
+    def copy_all(self, destination: Pool, works: Sequence[Copies], started: Callable[[], object]) -> list[Copied]:
+        """Copy for several sessions in as few launches as can be; damaged blocks are left out."""
         if not isinstance(destination, DevicePool):
             raise PoolError(f"pools {self.name} and {destination.name} lie in different memory; go on from disk")
         if self.fingerprint != destination.fingerprint:
             raise PoolError(f"pools {self.name} and {destination.name} have different blocks; recompute the session")
-        self._check(work.sources)
-        destination._check(work.destinations)
         in_place = self.identity == destination.identity
         here, there = self._device, destination._device
-        job = Job(work.sources, work.destinations, work.expected, in_place)
+        for work in works:
+            self._check(work.sources)
+            destination._check(work.destinations)
+        everything = _joined(works)
         if here is there:
-            found = there.run(self._side(there), destination._side(there), job, Urgency.RESTORE)
+            job = replace(everything, in_place=in_place)
+            found = there.run(self._side(there), destination._side(there), job, Urgency.RESTORE, started)
         else:
-            # Compared where they lie, so that they cross the link once.
-            job = Job(work.sources[: len(work.expected)], expected=work.expected)
-            found = here.run(self._side(here), self._side(here), job, Urgency.RESTORE)
-        index = _first_damaged(found, work.expected)
-        if index is not None:
-            return Copied(0, index, 0, work.first + index)
+            # Compared where they lie, so that they cross the link once, and of the undamaged sessions alone.
+            job = Job(everything.sources[: len(everything.expected)], expected=everything.expected)
+            found = here.run(self._side(here), self._side(here), job, Urgency.RESTORE, started)
+        damaged = _damaged_of(works, found, everything.expected)
         if here is not there:
-            job = Job(work.sources, work.destinations)
-            there.run(self._side(there), destination._side(there), job, Urgency.RESTORE)
+            sound = [work for work, index in zip(works, damaged, strict=True) if index is None]
+            job = replace(_joined(sound), expected=array("Q"))
+            there.run(self._side(there), destination._side(there), job, Urgency.RESTORE, started)
+        return [self._copied(work, index, in_place) for work, index in zip(works, damaged, strict=True)]
+
+    def _copied(self, work: Copies, damaged: int | None, in_place: bool) -> Copied:
+        if damaged is not None:
+            return Copied(0, damaged, 0, work.first + damaged)
         staying = sum(map(operator.eq, work.sources, work.destinations)) if in_place else 0
-        checked = len(work.expected)
-        return Copied((len(work.sources) - staying) * self.layout.block_bytes, checked, len(work.sources) - checked)
+        count, checked = len(work.sources), len(work.expected)
+        return Copied((count - staying) * self.layout.block_bytes, checked, count - checked)
 
     def gather(self, blocks: Sequence[int], expected: Sequence[int]) -> Iterator[bytes]:
         """The bytes of blocks, brought from the card a staging area at a time."""
@@ -140,10 +156,12 @@ class DevicePool:
 
 
 def open_device_pool(devices: Devices, name: str, fd: int, meta: PoolMeta) -> DevicePool:
-    """Map a pool on its GPU; the descriptor may be closed afterwards. Raises PoolError."""
+    """Map a pool on its GPU, and read there once; the descriptor may be closed afterwards. Raises PoolError."""
     if meta.gpu_uuid is None:
         raise PoolError(f"pool {name} lies in host memory; map it as such")
-    return DevicePool(devices.get(meta.gpu_uuid), name, fd, meta)
+    pool = DevicePool(devices.get(meta.gpu_uuid), name, fd, meta)
+    pool.sum_blocks([0])
+    return pool
 
 
 def _staged(layout: PoolLayout) -> Planes:
@@ -153,6 +171,38 @@ def _staged(layout: PoolLayout) -> Planes:
         spans.append((offset, layout.block_bytes, plane.size_bytes))
         offset += plane.size_bytes
     return planes_of(spans)
+
+
+def _joined(works: Sequence[Copies]) -> Job:
+    """One job for all of them: first the blocks that have sums, of one session after the other, then the others."""
+    sources, destinations, expected = array("I"), array("I"), array("Q")
+    for work in works:
+        if len(work.sources) != len(work.destinations) or len(work.expected) > len(work.sources):
+            raise PoolError(
+                f"{len(work.sources)} blocks have {len(work.expected)} sums, {len(work.destinations)} places; "
+                "give one each"
+            )
+        checked = len(work.expected)
+        sources.extend(work.sources[:checked])
+        destinations.extend(work.destinations[:checked])
+        expected.extend(work.expected)
+    for work in works:
+        checked = len(work.expected)
+        sources.extend(work.sources[checked:])
+        destinations.extend(work.destinations[checked:])
+    return Job(sources, destinations, expected)
+
+
+def _damaged_of(works: Sequence[Copies], found: Sequence[int], expected: Sequence[int]) -> list[int | None]:
+    """For each of the works the place of its first damaged block, or None."""
+    if found == expected:
+        return [None] * len(works)
+    damaged, at = [], 0
+    for work in works:
+        end = at + len(work.expected)
+        damaged.append(_first_damaged(found[at:end], expected[at:end]))
+        at = end
+    return damaged
 
 
 def _first_damaged(found: Sequence[int], expected: Sequence[int]) -> int | None:

@@ -4,7 +4,7 @@ Owns one mapping; it goes when the last one who uses the pool lets go of it. Kee
 """
 
 import os
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -14,7 +14,7 @@ from ...session.held import map_pool
 from ...session.layout import HOST, PoolLayout, PoolMeta
 from .pools import BlockDamaged, Copied, Copies, Pace, Pool, SumKind
 
-PACE = Pace(look_s=0.0, look_bytes=64 << 20, step_bytes=16 << 20, at_once=64)
+PACE = Pace(look_s=0.0, behind_s=0.0, look_bytes=64 << 20, step_bytes=16 << 20, together=1, at_once=64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,11 @@ class HostPool:
     memory: str = HOST
     sum_kind: SumKind = SumKind.XXH3
     pace: Pace = PACE
+
+    @property
+    def form(self) -> tuple[str, int, int]:
+        """The fingerprint, tokens a block, bytes a block."""
+        return self.fingerprint, self.layout.block_tokens, self.layout.block_bytes
 
     def sum_blocks(self, blocks: Sequence[int]) -> list[int]:
         """The XXH3-64 of blocks' bytes, in order."""
@@ -55,6 +60,11 @@ class HostPool:
                 destination.view[to:to_end] = self.view[start:end]
             copied += self.layout.block_bytes
         return Copied(copied, verified, unverified)
+
+    def copy_all(self, destination: Pool, works: Sequence[Copies], started: Callable[[], object]) -> list[Copied]:
+        """Copy for several sessions, one after the other."""
+        started()
+        return [self.copy_to(destination, work) for work in works]
 
     def gather(self, blocks: Sequence[int], expected: Sequence[int]) -> Iterator[bytes]:
         """The bytes of blocks, one after the other."""

@@ -32,9 +32,9 @@ def check_match(offered: SessionKv, needed: SessionKv) -> None:
     name = f"session {needed.session}"
     if offered.session != needed.session:
         raise MoverError(Reason.SESSION, f"{name}: this is KV of session {offered.session}")
-    names = offered.key.keys() | needed.key.keys()
-    different = sorted(n for n in names if offered.key.get(n, ...) != needed.key.get(n, ...))
-    if different:
+    if offered.key != needed.key:
+        names = offered.key.keys() | needed.key.keys()
+        different = sorted(n for n in names if offered.key.get(n, ...) != needed.key.get(n, ...))
         raise MoverError(Reason.KEY, f"{name}: the engines differ in {', '.join(different)}")
     if offered.block_form != needed.block_form:
         raise MoverError(

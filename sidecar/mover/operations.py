@@ -8,6 +8,7 @@ from ...session.errors import StoreError
 from ...session.store import Store
 from . import coverage
 from .counters import Counters
+from .orders import Order
 from .protocol import (
     MoverError,
     Op,
@@ -21,7 +22,7 @@ from .protocol import (
     session_field,
     whole_field,
 )
-from .restorer import Order, Restorer
+from .restorer import Restorer
 from .server import Handler
 from .snapshots import Snapshotter
 from .sources import Sources

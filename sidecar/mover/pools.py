@@ -5,7 +5,7 @@ unless the block equals its sum, where it has one; when a call returns or raises
 more; sums of one `SumKind` are never compared with those of another. Calls block: they are for worker threads.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -57,12 +57,15 @@ class Pace:
     """How much is done at once in one kind of memory.
 
     `look_s`: the least time between two looks at an arena (0: none), each of which sums at most `look_bytes` in one
-    call; a restore is carried out in steps of `step_bytes`, and `at_once` of all restores' steps run at the same time.
+    call, and `behind_s` where a look has left something over. A restore is carried out in steps of `step_bytes`, those
+    of `together` restores in one call, and `at_once` calls run at the same time.
     """
 
     look_s: float
+    behind_s: float
     look_bytes: int
     step_bytes: int
+    together: int
     at_once: int
 
 
@@ -84,6 +87,11 @@ class Pool(Protocol):
     def fingerprint(self) -> str: ...
 
     @property
+    def form(self) -> tuple[str, int, int]:
+        """How a block is made up: the fingerprint, tokens a block, bytes a block."""
+        ...
+
+    @property
     def identity(self) -> Hashable: ...
 
     @property
@@ -100,6 +108,13 @@ class Pool(Protocol):
         """Copy blocks, each compared with its sum first; both layouts must have planes of the same sizes.
 
         A block that already lies where it should is only compared. Raises PoolError.
+        """
+        ...
+
+    def copy_all(self, destination: "Pool", works: "Sequence[Copies]", started: Callable[[], object]) -> list[Copied]:
+        """Copy for several sessions, each as `copy_to` does, whatever becomes of the others.
+
+        Calls `started` as soon as the work goes on by itself. Raises PoolError.
         """
         ...
 

@@ -4,8 +4,9 @@ Pure. One JSON object a line, both ways; an answer carries the id of its request
 order.
 """
 
+import functools
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -138,7 +139,7 @@ def decode_line(line: bytes) -> dict[str, Any]:
 
 def result_fields(result: "DataclassInstance") -> dict[str, Any]:
     """A result as the fields of an answer."""
-    return asdict(result)
+    return {field.name: getattr(result, field.name) for field in fields(result)}
 
 
 def result_from(kind: type[Result], answer: dict[str, Any]) -> Result:
@@ -152,6 +153,12 @@ def path_field(message: dict[str, Any], name: str) -> Path:
     value = message.get(name)
     if not isinstance(value, str) or not value.startswith("/") or "\0" in value or len(value) > PATH_BYTES_MAX:
         raise MoverError(Reason.REQUEST, f"{name} is {value!r:.80}; give an absolute path")
+    return _path(value)
+
+
+@functools.lru_cache(maxsize=256)
+def _path(value: str) -> Path:
+    # The same few arenas in every request: one path of each, whose hash is computed once.
     return Path(value)
 
 

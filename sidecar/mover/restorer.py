@@ -10,86 +10,40 @@ those blocks.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-from ...session.arena import ArenaReader, LoadState, Slot, SlotState
+from ...session.arena import ArenaReader, LoadState, Slot
 from ...session.errors import ArenaError, CorruptError, PoolError, StoreError
 from ...session.ids import SessionId
-from ...session.layout import PoolLayout
 from ...session.manifest import Manifest
 from ...session.store import Store
 from . import coverage
 from .arrivals import Arrivals
 from .counters import Counters
+from .groups import Groups, Work
 from .matching import SessionKv, check_match
-from .pools import Copied, Copies, Pool
+from .orders import Destination, Order, Origin, Steps, destination_of, steps_of
+from .pools import Copied, Pool
 from .protocol import MoverError, Reason, RestoreResult
-from .sources import Sources, key_of
+from .sources import Sources
 from .sums import Sums
-from .turns import Turns
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-POLL_S = 0.0005
-POLL_SLOW_S = 0.005
-POLL_FAST_FOR_S = 1.0
 RUNNING_MAX = 64
-# What is read from the store before it is written to a pool.
-STORE_STEP_BYTES = 16 << 20
+# Whoever waits for KV is answered first, and the log is written after that.
+LOG_AFTER_S = 0.02
+# What is read from the store before it is written to a pool, by how many threads, and how much of it one reads in a go.
+STORE_STEP_BYTES = 64 << 20
+READERS_MAX = 16
+READ_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """A restore: from an arena's generation, or from the store when `source` is None.
-
-    `origin` is the session whose KV it is: the very one, or the one that it is a branch of.
-    """
-
-    session: SessionId
-    origin: SessionId
-    source: tuple[Path, int] | None
-    to_arena: Path
-    to_generation: int
-    deadline_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Destination:
-    """Where the KV goes: as seen when the engine waited."""
-
-    reader: ArenaReader
-    slot: Slot
-    pool: Pool
-    blocks: tuple[int, ...]
-    outputs: list[int]
-    deadline: float
-
-    @property
-    def tokens(self) -> int:
-        return self.slot.prompt_len + len(self.outputs) - 1
-
-    def wanted(self) -> SessionKv:
-        """What the KV must be."""
-        return _offer(
-            self.slot, key_of(self.reader), self.pool.layout, self.pool.fingerprint, self.outputs, self.tokens
-        )
-
-    def check(self) -> None:
-        """Raise MoverError unless the engine still waits for exactly these blocks."""
-        now = self.reader.refresh(self.slot)
-        if now is None or now.state is not SlotState.LIVE or now.load is not LoadState.WAITING:
-            raise MoverError(Reason.GONE, f"session {self.slot.session}: its new engine waits no longer")
-        if now.table_generation != self.slot.table_generation:
-            raise MoverError(Reason.GONE, f"session {self.slot.session}: its new engine moved it to other blocks")
-        if time.monotonic() >= self.deadline:
-            raise MoverError(Reason.DEADLINE, f"session {self.slot.session}: its deadline passed while it was copied")
 
 
 class Restorer:
@@ -102,8 +56,10 @@ class Restorer:
         self._store = store
         self._running: set[tuple[Path, SessionId, int]] = set()
         # One for each place that KV is brought to: the host's memory, or a GPU.
-        self._turns: dict[str, Turns] = {}
+        self._groups: dict[str, Groups] = {}
         self._arrivals = Arrivals()
+        # Reading is checksums and decompression: one thread reads a tenth of what a link brings onto a GPU.
+        self._readers = ThreadPoolExecutor(READERS_MAX, thread_name_prefix="reader")
 
     async def restore(self, order: Order) -> RestoreResult:
         """Carry out one order. Never raises, but for a request that cannot be begun: MoverError."""
@@ -117,8 +73,6 @@ class Restorer:
             return await self._run(order)
         finally:
             self._running.discard(name)
-            if all(path != order.to_arena for path, _, _ in self._running):
-                self._arrivals.forget(order.to_arena)
 
     async def _run(self, order: Order) -> RestoreResult:
         began = time.monotonic()
@@ -128,13 +82,14 @@ class Restorer:
         done = Copied(0, 0, 0)
         self._counters.restores += 1
         try:
-            slot = await self._waiting(reader, order, deadline)
+            slot = await self._arrivals.waiting(reader, order.session, order.to_generation, deadline)
             began = time.monotonic()
-            destination = await self._destination(order, reader, slot, deadline)
+            pool = await self._sources.pool_of(reader)
             if order.source is None:
+                destination = destination_of(order, reader, slot, pool, deadline)
                 done = await self._from_store(order, destination)
             else:
-                done = await self._from_arena(order, destination, order.source)
+                destination, done = await self._from_arena(order, order.source, reader, slot, pool, deadline)
             destination.check()
         except (MoverError, PoolError, ArenaError, StoreError, OSError) as error:
             return self._failed(reader, slot, error, done, began)
@@ -145,14 +100,9 @@ class Restorer:
         reader.answer(slot, LoadState.DONE, destination.tokens)
         self._count(done)
         seconds = time.monotonic() - began
-        _log.info(
-            "event=restored session=%s generation=%d tokens=%d bytes=%d seconds=%.4f",
-            order.session,
-            order.to_generation,
-            destination.tokens,
-            done.bytes,
-            seconds,
-        )
+        text = "event=restored session=%s generation=%d tokens=%d bytes=%d seconds=%.4f"
+        values = (order.session, order.to_generation, destination.tokens, done.bytes, seconds)
+        asyncio.get_running_loop().call_later(LOG_AFTER_S, _log.info, text, *values)
         return RestoreResult(True, destination.tokens, done.bytes, done.verified, done.unverified, seconds)
 
     def _failed(
@@ -192,72 +142,25 @@ class Restorer:
         self._counters.blocks_verified += done.verified
         self._counters.blocks_unverified += done.unverified
 
-    async def _waiting(self, reader: ArenaReader, order: Order, deadline: float) -> Slot:
-        """The destination's slot, once its engine waits and has written its table."""
-        began = time.monotonic()
-        slot: Slot | None = None
-        while True:
-            # A look at one slot is far cheaper than at all.
-            if slot is None:
-                slot = self._arrivals.find(reader, order.session, order.to_generation)
-            slot = reader.refresh(slot) if slot is not None else None
-            if slot is not None:
-                if slot.state is not SlotState.LIVE:
-                    raise MoverError(Reason.GONE, f"session {order.session}: it ended in its new engine")
-                if slot.load is LoadState.WAITING:
-                    return slot
-                if slot.load is not LoadState.NONE or len(reader.journal(slot)) > slot.resumed:
-                    raise MoverError(Reason.GONE, f"session {order.session}: its new engine goes on without waiting")
-            now = time.monotonic()
-            if now >= deadline:
-                raise MoverError(
-                    Reason.DESTINATION,
-                    f"session {order.session}: its new engine made no room within {order.deadline_s:g} s",
-                )
-            await asyncio.sleep(POLL_S if now - began < POLL_FAST_FOR_S else POLL_SLOW_S)
-
-    async def _destination(self, order: Order, reader: ArenaReader, slot: Slot, deadline: float) -> _Destination:
-        pool = await self._sources.pool(order.to_arena)
-        outputs = reader.journal(slot)
-        table = reader.table(slot)
-        if not outputs:
-            raise MoverError(
-                Reason.TOKENS, f"session {order.session}: nothing was re-entered, so there is no KV for it"
-            )
-        count = -(-(slot.prompt_len + len(outputs) - 1) // pool.layout.block_tokens)
-        blocks = table.blocks[:count]
-        if len(blocks) < count or len(set(blocks)) < count or table.generation != slot.table_generation:
-            raise MoverError(
-                Reason.TABLE,
-                f"session {order.session}: its new engine made room in {len(set(blocks))} of {count} blocks",
-            )
-        return _Destination(reader, slot, pool, blocks, outputs, deadline)
-
-    async def _from_arena(self, order: Order, to: _Destination, source: tuple[Path, int]) -> Copied:
-        path, generation = source
-        reader = self._sources.reader(path)
-        pool = await self._sources.pool(path)
-        slot = reader.find(order.origin, generation)
-        if slot is None:
-            raise MoverError(Reason.SESSION, f"session {order.origin}: generation {generation} is not in {path}")
-        covered = coverage.read(reader, slot)
-        offer = _offer(slot, key_of(reader), pool.layout, pool.fingerprint, covered.outputs, covered.kv_len)
-        check_match(replace(offer, session=order.session), to.wanted())
-        blocks = covered.table.blocks[: len(to.blocks)]
-        if len(blocks) < len(to.blocks):
-            raise MoverError(Reason.TABLE, f"session {order.session}: its old table has {len(blocks)} blocks only")
-        old_blocks = set(blocks)
-        moved = [new for old, new in zip(blocks, to.blocks, strict=True) if old != new]
-        if pool.identity == to.pool.identity and not old_blocks.isdisjoint(moved):
-            raise MoverError(Reason.OVERLAP, f"session {order.session}: old and new blocks overlap in another order")
-        sums = self._sums.get((path, order.origin, generation), covered.table.generation, pool.sum_kind)[: len(blocks)]
+    async def _from_arena(
+        self, order: Order, source: tuple[Path, int], reader: ArenaReader, slot: Slot, pool: Pool, deadline: float
+    ) -> tuple[Destination, Copied]:
+        """Compare and copy, step by step; what is to be copied is looked up when it is this restore's turn."""
+        from_reader = self._sources.reader(source[0])
+        origin = Origin(from_reader, await self._sources.pool_of(from_reader), source[1])
+        groups = self._groups.get(pool.memory)
+        if groups is None:
+            groups = self._groups[pool.memory] = Groups(pool.pace.together, pool.pace.at_once)
+        step = max(1, pool.pace.step_bytes // pool.layout.block_bytes)
+        steps: Steps | None = None
         done = Copied(0, 0, 0)
-        step = max(1, to.pool.pace.step_bytes // pool.layout.block_bytes)
-        for at in range(0, len(blocks), step):
-            work = Copies(at, blocks[at : at + step], to.blocks[at : at + step], sums[at : at + step])
-            async with self._turn(to):
-                to.check()
-                part = await _in_thread(pool.copy_to, to.pool, work)
+        while steps is None or not steps.over:
+            async with groups.place(deadline) as place:
+                if steps is None:
+                    to = destination_of(order, reader, slot, pool, deadline)
+                    steps = steps_of(order, origin, to, self._sums)
+                steps.to.check()
+                part = await place.copy(Work(origin.pool, pool, steps.next(step)))
             done = Copied(done.bytes + part.bytes, done.verified + part.verified, done.unverified + part.unverified)
             if part.damaged is not None:
                 raise MoverError(
@@ -265,16 +168,10 @@ class Restorer:
                     f"session {order.session}: block {part.damaged} differs from what it was when it filled; "
                     "recomputing from the journal",
                 )
-        coverage.check_unchanged(reader, covered)
-        return done
+        coverage.check_unchanged(origin.reader, steps.covered)
+        return steps.to, done
 
-    def _turn(self, to: _Destination) -> AbstractAsyncContextManager[None]:
-        turns = self._turns.get(to.pool.memory)
-        if turns is None:
-            turns = self._turns[to.pool.memory] = Turns(to.pool.pace.at_once)
-        return turns.turn(to.deadline)
-
-    async def _from_store(self, order: Order, to: _Destination) -> Copied:
+    async def _from_store(self, order: Order, to: Destination) -> Copied:
         if self._store is None:
             raise MoverError(Reason.STORE, "this mover has no store; start it with --store")
         manifest = await asyncio.to_thread(self._store.latest, order.origin)
@@ -285,23 +182,10 @@ class Restorer:
         step = max(1, STORE_STEP_BYTES // manifest.block_bytes)
         for at in range(0, len(to.blocks), step):
             to.check()
-            await _in_thread(_load, self._store, manifest, to, range(at, min(at + step, len(to.blocks))))
+            await _in_thread(_load, self._readers, self._store, manifest, to, range(at, min(at + step, len(to.blocks))))
             count = min(at + step, len(to.blocks))
             done = Copied(count * manifest.block_bytes, count, 0)
         return done
-
-
-def _offer(
-    slot: Slot, key: Mapping[str, Any], layout: PoolLayout, fingerprint: str, outputs: Sequence[int], kv_len: int
-) -> SessionKv:
-    return SessionKv(
-        slot.session,
-        key,
-        (fingerprint, layout.block_tokens, layout.block_bytes),
-        (slot.prompt_len, slot.prompt_hash),
-        outputs,
-        kv_len,
-    )
 
 
 def _stored(manifest: Manifest) -> SessionKv:
@@ -315,14 +199,27 @@ def _stored(manifest: Manifest) -> SessionKv:
     )
 
 
-def _load(store: Store, manifest: Manifest, to: _Destination, ordinals: range) -> None:
+def _load(readers: ThreadPoolExecutor, store: Store, manifest: Manifest, to: Destination, ordinals: range) -> None:
+    """Bring blocks from the store to their places, in a worker thread, and read them in several others."""
+    count = max(1, READ_BYTES // manifest.block_bytes)
+    parts = [ordinals[at : at + count] for at in range(0, len(ordinals), count)]
+    read = [readers.submit(_read, store, manifest, part) for part in parts]
+    try:
+        raws = [raw for reading in read for raw in reading.result()]
+    finally:
+        for reading in read:
+            reading.cancel()
+    to.pool.scatter(raws, [to.blocks[ordinal] for ordinal in ordinals])
+
+
+def _read(store: Store, manifest: Manifest, ordinals: range) -> list[bytes]:
     raws = []
     for ordinal in ordinals:
         raw = store.get_chunk(manifest.chunks[ordinal])
         if len(raw) != manifest.block_bytes:
             raise CorruptError(f"chunk {manifest.chunks[ordinal]}: {len(raw)} bytes instead of {manifest.block_bytes}")
         raws.append(raw)
-    to.pool.scatter(raws, [to.blocks[ordinal] for ordinal in ordinals])
+    return raws
 
 
 async def _in_thread(function: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) -> T:

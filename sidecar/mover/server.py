@@ -61,13 +61,15 @@ class Server:
 
     async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         mine: set[asyncio.Task[None]] = set()
+        answers = _Answers(writer)
         try:
-            await self._read(reader, _Answers(writer), mine)
+            await self._read(reader, answers, mine)
         except (OSError, asyncio.IncompleteReadError):
             # The client left; what it asked for goes on, for the engines that wait for it.
             if mine:
                 await asyncio.wait(mine)
         finally:
+            answers.write()
             writer.close()
 
     async def _read(self, reader: asyncio.StreamReader, answers: "_Answers", mine: set[asyncio.Task[None]]) -> None:
@@ -121,17 +123,28 @@ class _Answers:
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self._turn = asyncio.Lock()
+        self._together: list[bytes] = []
 
     async def send(self, reply: dict[str, Any]) -> None:
         """Write an answer; a client that does not read within WRITE_S_MAX loses its connection (OSError)."""
+        if not self._together:
+            asyncio.get_running_loop().call_soon(self.write)
+        self._together.append(encode_line(reply))
+        if not self._writer.transport.get_write_buffer_size():
+            return
         async with self._turn:
-            self._writer.write(encode_line(reply))
             try:
                 async with asyncio.timeout(WRITE_S_MAX):
                     await self._writer.drain()
             except TimeoutError:
                 self._writer.transport.abort()
                 raise OSError("the client does not read its answers") from None
+
+    def write(self) -> None:
+        """Write what was answered at the same time, in one go."""
+        lines, self._together = self._together, []
+        if lines and not self._writer.is_closing():
+            self._writer.write(b"".join(lines))
 
 
 def _refusal(number: object, reason: Reason, text: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ event loop alone.
 
 import asyncio
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from .protocol import MoverError, Reason
 
 ARENAS_MAX = 64
 POOLS_MAX = 64
+# That a path still names the same file is looked up once for all who ask at the same time.
+LOOK_AGAIN_S = 0.001
 
 
 @dataclass(slots=True)
@@ -29,6 +32,7 @@ class _Arena:
     reader: ArenaReader
     identity: tuple[int, int]
     pool: Pool | None = None
+    open_until: float = 0.0
 
 
 class Sources:
@@ -51,6 +55,13 @@ class Sources:
             arena.pool = await self._map(path, _pool_name(path, arena.reader))
             self._unmap_unused()
         return arena.pool
+
+    async def pool_of(self, reader: ArenaReader) -> Pool:
+        """The pool of an arena that was opened before. Raises MoverError."""
+        arena = self._arenas.get(reader.path)
+        if arena is not None and arena.reader is reader and arena.pool is not None:
+            return arena.pool
+        return await self.pool(reader.path)
 
     def mapped(self, path: Path) -> Pool | None:
         """The pool of an arena if it is mapped already."""
@@ -87,9 +98,13 @@ class Sources:
 
     def _open(self, path: Path) -> _Arena:
         known = self._arenas.get(path)
+        now = time.monotonic()
+        if known is not None and now < known.open_until:
+            return known
         identity = _identity(path)
         # A file that is gone does not take the mapping away; another file at the same path is another arena.
         if known is not None and identity in (None, known.identity):
+            known.open_until = now + LOOK_AGAIN_S
             return known
         if identity is None:
             raise MoverError(Reason.ARENA, f"arena {path} is not there; its worker's epoch is over")

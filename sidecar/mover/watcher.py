@@ -75,6 +75,8 @@ class Watcher:
         self._live: dict[Path, dict[Owner, Slot]] = {}
         self._not_before: dict[Owner, float] = {}
         self._next_look: dict[Path, float] = {}
+        # Nothing fills any more in the arena of a writer that is dead.
+        self._sealed: set[Path] = set()
         self._unprepared: dict[Path, tuple[float, Reason]] = {}
         self._trouble: dict[Path, Reason] = {}
 
@@ -97,6 +99,7 @@ class Watcher:
             self._not_before.pop(owner, None)
         self._trouble.pop(path, None)
         self._next_look.pop(path, None)
+        self._sealed.discard(path)
         self._unprepared.pop(path, None)
         return self._workers.pop(path, None) is not None
 
@@ -137,7 +140,8 @@ class Watcher:
         if self._follower is not None:
             self._follower.seen(path, list(live.values()))
         await self._prepare(path)
-        await self._look(path, reader, live)
+        if path not in self._sealed:
+            await self._look(path, reader, live)
 
     async def seal(self, path: Path) -> int:
         """Sum what has no sum yet of the live sessions of a writer that is dead, tails too; how many blocks."""
@@ -154,6 +158,8 @@ class Watcher:
         sealed = 0
         for batch in _batches(due, max(1, pool.pace.look_bytes // pool.layout.block_bytes)):
             sealed += sum(len(found.blocks) for found in await self._sum(reader, pool, batch, sealing=True))
+        if path in self._workers:
+            self._sealed.add(path)
         return sealed
 
     async def _prepare(self, path: Path) -> None:
@@ -191,12 +197,15 @@ class Watcher:
                 due.append(found)
             else:
                 self._wait(found, pool)
-        for batch in _batches(due, blocks_max):
-            for found in await self._sum(reader, pool, batch, sealing=False):
+        batches = list(_batches(due, blocks_max))
+        for batch in batches:
+            kept = await self._sum(reader, pool, batch, sealing=False)
+            for found in kept:
                 self._wait(found, pool)
             if pool.pace.look_s:
-                # One call and then a pause; what is left has its turn after that.
-                self._next_look[path] = time.monotonic() + pool.pace.look_s
+                # One call and then a pause, a short one if it was not all; what is left has its turn after that.
+                whole = len(batches) == 1 and sum(len(found.blocks) for found in kept) < blocks_max
+                self._next_look[path] = time.monotonic() + (pool.pace.look_s if whole else pool.pace.behind_s)
                 return
 
     def _due(self, owner: Owner, reader: ArenaReader, slot: Slot, pool: Pool, *, tail: bool, count_max: int) -> _Due:

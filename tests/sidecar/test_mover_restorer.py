@@ -14,8 +14,9 @@ from midstream.session.manifest import Manifest
 from midstream.session.store import Draft, StoredSnapshot, StoreFigures, Swept
 from midstream.sidecar.mover.counters import Counters
 from midstream.sidecar.mover.device import Devices
+from midstream.sidecar.mover.orders import Order
 from midstream.sidecar.mover.protocol import MoverError, Reason
-from midstream.sidecar.mover.restorer import Order, Restorer
+from midstream.sidecar.mover.restorer import Restorer
 from midstream.sidecar.mover.sources import Sources
 from midstream.sidecar.mover.sums import Sums
 from support.mover_rig import KEY, Processes, Worker, prompt_hash

@@ -76,7 +76,7 @@ class Bench:
         await self.watcher.turn(self.worker.arena)
 
 
-HOST = Pace(look_s=0.0, look_bytes=1 << 20, step_bytes=1 << 20, at_once=1)
+HOST = Pace(look_s=0.0, behind_s=0.0, look_bytes=1 << 20, step_bytes=1 << 20, together=1, at_once=1)
 BLOCK_BYTES = 1024
 
 
@@ -100,7 +100,7 @@ async def test_what_filled_in_all_sessions_is_summed_in_one_call(processes: Proc
 async def test_a_call_has_no_more_than_a_look_may_and_a_pause_comes_after_it(
     processes: Processes, tmp_path: Path
 ) -> None:
-    pace = replace(HOST, look_s=0.05, look_bytes=7 * BLOCK_BYTES)
+    pace = replace(HOST, look_s=30.0, behind_s=0.05, look_bytes=7 * BLOCK_BYTES)
     bench = Bench(tmp_path, processes, pace)
     for number in (1, 2, 3):
         bench.run(number, range(10 * number, 10 * number + 6))
@@ -109,6 +109,29 @@ async def test_a_call_has_no_more_than_a_look_may_and_a_pause_comes_after_it(
         await bench.turn()
     assert time.monotonic() - began >= 0.1
     assert [len(blocks) for blocks in bench.calls.blocks] == [5, 5, 5]
+    # Nothing was left over: now the pause is the long one.
+    bench.run(4, range(40, 46))
+    await asyncio.sleep(0.1)
+    await bench.turn()
+    assert len(bench.calls.blocks) == 3
+    bench.worker.close()
+
+
+async def test_the_arena_of_a_dead_writer_is_not_looked_at_once_it_was_sealed(
+    processes: Processes, tmp_path: Path
+) -> None:
+    bench = Bench(tmp_path, processes, HOST)
+    bench.run(1, range(6), outputs=17)
+    await bench.watcher.seal(bench.worker.arena)
+    assert [len(blocks) for blocks in bench.calls.blocks] == [6]
+    bench.run(2, range(10, 16))
+    await bench.turn()
+    assert len(bench.calls.blocks) == 1
+    # Somebody else's at the same place is followed from its beginning.
+    bench.watcher.unwatch(bench.worker.arena)
+    bench.watcher.watch(bench.worker.arena, "one")
+    await bench.turn()
+    assert [len(blocks) for blocks in bench.calls.blocks] == [6, 5]
     bench.worker.close()
 
 
