@@ -1,6 +1,6 @@
 """Takes one session from worker to worker.
 
-Owns the bound on takeovers, the clock of the gap, and the report to the coordinator. Invariant: the coordinator hears
+Owns the bound on unplanned takeovers, the clock of the gap, and the report to the coordinator. Invariant: the coordinator hears
 of each takeover's success at most once, and of the session's end exactly once. It reads and writes no streams.
 """
 
@@ -37,13 +37,15 @@ class Failover:
         """Where the session goes on. Raises Refused."""
         if self._since_s is None:
             self._since_s = time.monotonic()
-        if self._takeovers >= self._takeovers_max:
-            raise Refused(
-                "takeovers_exhausted",
-                f"the session was interrupted {self._takeovers + 1} times, at last: {text}; "
-                "send it again, or look for the cause in the workers' logs",
-            )
-        self._takeovers += 1
+        # A planned move is no sign of trouble: any number of them costs a session nothing that deaths may need.
+        if reason is not Reason.MOVE:
+            if self._takeovers >= self._takeovers_max:
+                raise Refused(
+                    "takeovers_exhausted",
+                    f"the session was interrupted {self._takeovers + 1} times, at last: {text}; "
+                    "send it again, or look for the cause in the workers' logs",
+                )
+            self._takeovers += 1
         if reason is Reason.MISMATCH:
             self._coordinator.mismatched(self._facts, last, text)
         return await self._coordinator.take_over(self._facts, last, reason, delivered)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 import pytest
 
 from midstream.proxy.coordinator import Reason
+from midstream.proxy.kept import Kept
+from midstream.proxy.settings import ProxySettings
 from support.answers import Answer
 from support.proxying import proxied
 from support.scripted import Fate, Script, ScriptedCoordinator, ScriptedEngine
@@ -98,3 +100,38 @@ async def test_each_attempt_has_an_inner_request_id_of_its_own() -> None:
         await asking
     first, second = (engine.seen[0].headers["X-Request-Id"] for engine in coordinator.engines)
     assert second == f"{first}-2"
+
+
+async def test_any_number_of_moves_costs_a_session_nothing_that_deaths_may_need() -> None:
+    halts = [ScriptedEngine(ANSWER, Script(at=3, fate=Fate.STALLS), name=f"m{i}") for i in range(4)]
+    last = [
+        ScriptedEngine(ANSWER, Script(at=4, fate=Fate.DIES), name="dies"),
+        ScriptedEngine(ANSWER, Script(), name="ends"),
+    ]
+    coordinator = ScriptedCoordinator(*halts, *last)
+    async with proxied(coordinator, ProxySettings(takeovers_max=1)) as client:
+        asking = asyncio.create_task(client.complete())
+        async with asyncio.timeout(20):
+            for halt in halts:
+                await halt.meets_fate.wait()
+                coordinator.interrupt(Reason.MOVE)
+            got = await asking
+    assert (got.text, got.finishes) == (ANSWER.text(), [ANSWER.finish])
+    assert [call[1] for call in coordinator.of("take_over")][:4] == [Reason.MOVE] * 4
+
+
+async def test_what_is_kept_for_a_second_move_is_not_let_go_of_with_the_first() -> None:
+    loop = asyncio.get_running_loop()
+    kept, first, second = Kept(), loop.create_future(), loop.create_future()
+    one, other = loop.create_future(), loop.create_future()
+    kept.hold(one)
+    kept.until(first)
+    # The first move is found to be over when the second is ordered: by then both workers are held.
+    kept.hold(other)
+    first.set_result(None)
+    kept.until(second)
+    await asyncio.sleep(0)
+    assert (one.cancelled(), other.done()) == (True, False)
+    second.set_result(None)
+    await asyncio.sleep(0)
+    assert other.cancelled()
