@@ -1,7 +1,8 @@
 """Takes one session from worker to worker.
 
-Owns the bound on unplanned takeovers, the clock of the gap, and the report to the coordinator. Invariant: the coordinator hears
-of each takeover's success at most once, and of the session's end exactly once. It reads and writes no streams.
+Owns the bound on unplanned takeovers, the clock of the gap, and the report to the coordinator. Invariant: the
+coordinator hears of each takeover's success at most once, and of the session's end exactly once. It reads and writes no
+streams.
 """
 
 import time

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from enum import StrEnum
 
+from multidict import MultiMapping
+
 HEADER = "X-Midstream-Policy"
 
 
@@ -16,12 +18,17 @@ class Policy(StrEnum):
 
 
 def policy_of(headers: Mapping[str, str], default: Policy) -> Policy:
-    """The policy of one request. ValueError names what is no policy."""
-    asked = headers.get(HEADER)
-    if asked is None:
+    """The policy of one request. ValueError names what is no policy.
+
+    A header that is there several times is one list of all its values, as HTTP has it: two wishes are none.
+    """
+    several = headers.getall(HEADER, []) if isinstance(headers, MultiMapping) else [headers.get(HEADER)]
+    words = list(dict.fromkeys(word.strip().lower() for word in several if word is not None))
+    if not words:
         return default
+    asked = ", ".join(words)
     try:
-        return Policy(asked.strip().lower())
+        return Policy(asked)
     except ValueError:
         known = ", ".join(Policy)
         raise ValueError(

@@ -50,7 +50,7 @@ def require_beginning(branch: SessionFacts, at: int, count: int, finish: str) ->
     if at == count and finish == "stop":
         there = f"give --at 1 to {count - 1}" if count > 1 else "nothing of it can be gone back to"
         raise Refused("bad_request", f"session {branch.parent} has come to its end with output {count}; {there}")
-    limit = output_limit(branch.body)
+    limit = output_limit(branch)
     if limit is not None and limit[1] <= at:
         raise Refused(
             "bad_request",

@@ -32,7 +32,7 @@ from .choice import Tier
 from .config import Listen, Settings
 from .control import Control, serving_control
 from .coordinator import CoordinatorSettings, SidecarCoordinator
-from .hang import is_hung
+from .hang import is_deaf, is_hung
 from .leaving import has_claimed_places
 from .metrics import Metrics
 from .mover.client import MoverClient
@@ -352,7 +352,8 @@ class _Daemon:
         try:
             # An engine that works may be silent for longer than a stream: its first grammar or logprobs takes half a
             # minute. What stalled has gone elsewhere already; only the restart waits for this.
-            if not await is_hung(epoch, max(HANG_WATCH_S, self._settings.proxy.stall_floor_s)):
+            watch_s = max(HANG_WATCH_S, self._settings.proxy.stall_floor_s)
+            if not (await is_hung(epoch, watch_s) or await is_deaf(worker.url, watch_s)) or epoch.dead:
                 return
             _LOG.error("event=hung worker=%s epoch=%d", worker.name, epoch.number)
             self._epoch_lost(epoch, Reason.STALL)
@@ -362,7 +363,7 @@ class _Daemon:
                 for process in supervised.processes():
                     send(process, signal.SIGKILL)
             else:
-                self._workers.became(worker, WorkerState.DEAD, "hung: sessions are live and none got a token")
+                self._workers.became(worker, WorkerState.DEAD, "hung: its sessions got no token, or it answers nothing")
         finally:
             self._checking.discard(epoch.id)
 

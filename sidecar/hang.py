@@ -1,10 +1,13 @@
 """Tells a hung engine from a slow session: has anything at all been journaled on that epoch lately?
 
 A stalled stream alone proves nothing of its engine. An epoch on which sessions are live and none of them got a token
-for a while is hung, whatever its health check says.
+for a while is hung, whatever its health check says. And so is one whose front end takes no request: a session that
+was given to it waits for ever.
 """
 
 import asyncio
+
+import aiohttp
 
 from ..session.records import SlotState
 from .workers import Epoch
@@ -34,3 +37,20 @@ async def is_hung(epoch: Epoch, watch_s: float) -> bool:
             return True
         await asyncio.sleep(min(left_s, LOOK_EVERY_S))
     return False
+
+
+async def is_deaf(url: str, watch_s: float) -> bool:
+    """Whether an engine takes a connection and answers nothing within `watch_s`, not even to a health check.
+
+    Whoever refuses the connection is dead or dying, and that is told by the kernel.
+    """
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=watch_s)) as http,
+            http.get(f"{url}/health"),
+        ):
+            return False
+    except TimeoutError:
+        return True
+    except (aiohttp.ClientError, OSError):
+        return False

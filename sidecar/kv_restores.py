@@ -3,7 +3,9 @@
 Owns the counting of restores. A mover that is slow, gone or unwilling costs a session its KV, never its stream.
 """
 
+import asyncio
 import logging
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +19,8 @@ from .mover.protocol import Reason as MoverReason
 from .session_record import Record
 
 _LOG = logging.getLogger("midstream.coordinator")
+
+ASK_AGAIN_S = 0.1
 
 
 class Mover(Protocol):
@@ -69,17 +73,25 @@ class KvRestores:
         if tier is not Tier.DISK:
             assert source.epoch.arena_path is not None
             from_arena = (source.epoch.arena_path, source.generation)
-        try:
-            result = await self._mover.restore(
-                record.facts.session,
-                origin=source.session,
-                source=from_arena,
-                to_arena=target.epoch.arena_path,
-                to_generation=target.generation,
-                deadline_s=self._load_timeout_s,
-            )
-        except MoverError as error:
-            result = RestoreResult(False, reason=error.reason.value, error=str(error))
+        deadline = time.monotonic() + self._load_timeout_s
+        left_s = self._load_timeout_s
+        while True:
+            try:
+                result = await self._mover.restore(
+                    record.facts.session,
+                    origin=source.session,
+                    source=from_arena,
+                    to_arena=target.epoch.arena_path,
+                    to_generation=target.generation,
+                    deadline_s=left_s,
+                )
+            except MoverError as error:
+                result = RestoreResult(False, reason=error.reason.value, error=str(error))
+            left_s = deadline - time.monotonic() - ASK_AGAIN_S
+            if result.reason != MoverReason.UNREACHABLE or left_s <= 0:
+                break
+            # A mover that died is started again at once, and the engine waits for its KV for as long as this.
+            await asyncio.sleep(ASK_AGAIN_S)
         if result.ok:
             self._metrics.restore_s.observe(result.seconds)
         elif tier is not Tier.IN_PLACE:

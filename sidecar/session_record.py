@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..proxy.coordinator import Outcome, Reason, SessionFacts
+from ..proxy.dialects.by_path import CHAT_PATH, RESPONSES_PATH
 from ..proxy.policy import Policy
 from ..session.ids import SessionId
 from ..session.records import LoadState, Slot, SlotState
@@ -82,18 +83,26 @@ class Record:
         return self.facts.policy is Policy.EXACT
 
 
-def output_limit(body: dict[str, Any]) -> tuple[str, int] | None:
+# By which fields the request of each API limits its outputs; the first that is there counts. Engines pass over those of
+# the others: an answer that was cut short by one of these would be cut by nobody but us.
+_LIMITS: dict[str, tuple[str, ...]] = {
+    CHAT_PATH: ("max_completion_tokens", "max_tokens"),
+    RESPONSES_PATH: ("max_output_tokens",),
+}
+
+
+def output_limit(facts: SessionFacts) -> tuple[str, int] | None:
     """The field by which a request limits its output tokens, and how many it allows."""
-    for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
-        value = body.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return name, value
+    for name in _LIMITS.get(facts.path, ("max_tokens",)):
+        value = facts.body.get(name)
+        if value is not None:
+            return (name, value) if type(value) is int and value > 0 else None
     return None
 
 
-def output_max(body: dict[str, Any]) -> int | None:
+def output_max(facts: SessionFacts) -> int | None:
     """How many output tokens a request allows at most, if it says so."""
-    limit = output_limit(body)
+    limit = output_limit(facts)
     return None if limit is None else limit[1]
 
 

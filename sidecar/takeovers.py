@@ -175,7 +175,7 @@ class Takeovers:
             delivered=tuple(delivered),
             prompt_len=slot.prompt_len if slot else 0,
             finish=finish_of(record) if outputs == record.known else "",
-            output_max=output_max(record.facts.body),
+            output_max=output_max(record.facts),
             wants_logprobs=wants_logprobs(record.facts.body),
             streamed=record.facts.stream,
             held_kv=held,
@@ -215,7 +215,7 @@ class Takeovers:
         self._workers.assign(record.facts.session, epoch)
         if chosen.tier in KV_TIERS:
             record.restore = asyncio.create_task(self._kv.restore(record, chosen.tier))
-            record.restore.add_done_callback(lambda done: self._source_may_have_ended(record, done))
+            record.restore.add_done_callback(lambda done: self._restore_ended(record, done))
         return Placement(
             worker.name,
             worker.url,
@@ -226,20 +226,36 @@ class Takeovers:
             fetched=record.fetched,
         )
 
-    def _source_may_have_ended(self, record: Record, restoring: "asyncio.Task[RestoreResult]") -> None:
-        """A planned move leaves its old owner at work, which may write the whole answer before its KV is copied.
+    def _restore_ended(self, record: Record, restoring: "asyncio.Task[RestoreResult]") -> None:
+        """A restore that failed may leave something better than to compute the KV again where the session is now.
 
-        Then nothing has to be computed any more: the ending is in the journal.
+        A planned move leaves its old owner at work. That may have written the whole answer meanwhile: then the ending
+        is in its journal. Else it has all KV still, should the next owner never take the session up.
         """
         if restoring.cancelled() or restoring is not record.restore or restoring.exception() is not None:
             return
-        slot = record.source.slot()
-        if slot is None or slot.finish not in ("stop", "length") or record.interrupted.done():
+        result, owner = restoring.result(), record.owner
+        if result.ok or record.interrupted.done():
             return
-        whole = record.source.journal(slot)
-        if restoring.result().reason == MoverReason.FINISHED and known_outputs(whole, record.known) == whole:
-            record.known = whole
+        if self._take_whole_answer(record):
             record.interrupted.set_result(Reason.MOVE)
+        elif result.reason == MoverReason.DESTINATION and record.gap_s is None and owner.slot() is None:
+            if record.fetched is not None:
+                record.interrupted.set_result(Reason.STALL)
+            else:
+                # It may have no room yet. Whether it hangs is found out; its death would take the session elsewhere.
+                self._suspect(owner.epoch.worker, owner.epoch.number, Reason.STALL)
+
+    def _take_whole_answer(self, record: Record) -> bool:
+        """Whether the source's engine, which goes on after a planned move, has come to the end; it is known then."""
+        slot = record.source.slot()
+        if record.fetched is None or slot is None or slot.finish not in ("stop", "length"):
+            return False
+        whole = record.source.journal(slot)
+        if known_outputs(whole, record.known) != whole:
+            return False
+        record.known = whole
+        return True
 
     def settle_source(self, record: Record) -> bool:
         """After an interruption: which place has the KV, and what was journaled; True if it is the owner's now."""
@@ -255,6 +271,7 @@ class Takeovers:
             # It has computed a step of its own, so all KV before that is there.
             self._settling.move_source(record, owner)
             return True
+        self._take_whole_answer(record)
         return False
 
     async def _settle_adopted(self, record: Record) -> None:

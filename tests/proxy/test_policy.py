@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from multidict import CIMultiDict
 
 from midstream.proxy.policy import Policy, policy_of
 from midstream.proxy.settings import ProxySettings
@@ -28,6 +29,13 @@ def test_a_policy_is_read_whatever_its_case(word: str) -> None:
 
 def test_a_request_without_a_word_gets_the_deployments_policy() -> None:
     assert policy_of({}, Policy.OFF) is Policy.OFF
+
+
+def test_a_policy_that_is_asked_for_twice_must_be_the_same_one() -> None:
+    name = "X-Midstream-Policy"
+    assert policy_of(CIMultiDict([(name, "exact"), (name, "EXACT")]), Policy.OFF) is Policy.EXACT
+    with pytest.raises(ValueError, match="'best-effort, exact' is no policy"):
+        policy_of(CIMultiDict([(name, "best-effort"), (name, "exact")]), Policy.OFF)
 
 
 async def test_an_unknown_policy_is_a_400_that_names_those_that_are_known() -> None:

@@ -16,12 +16,13 @@ async def test_an_engine_is_watched_no_shorter_than_a_stream(
 ) -> None:
     watched: list[float] = []
 
-    async def is_hung(epoch: Epoch, watch_s: float) -> bool:
+    async def is_not(engine: Epoch | str, watch_s: float) -> bool:
         watched.append(watch_s)
         return False
 
-    monkeypatch.setattr(module, "is_hung", is_hung)
+    monkeypatch.setattr(module, "is_hung", is_not)
+    monkeypatch.setattr(module, "is_deaf", is_not)
     daemon = _Daemon(Settings(state_dir=str(tmp_path), proxy=Proxy(stall_floor_s=floor_s)), None)
     worker = daemon._workers.add("w0", "http://w0")
     await daemon._check_hang(worker, daemon._workers.begin_epoch(worker, 1, None))
-    assert watched == [watch_s]
+    assert watched == [watch_s, watch_s]

@@ -9,7 +9,7 @@ import pytest
 from midstream.session.arena import ArenaReader, LoadState, create_arena
 from midstream.session.arena_writer import ArenaWriter, SlotWriter
 from midstream.session.ids import SessionId
-from midstream.sidecar.hang import is_hung, progress
+from midstream.sidecar.hang import is_deaf, is_hung, progress
 from midstream.sidecar.workers import Epoch
 
 A, B = SessionId("a" * 32), SessionId("b" * 32)
@@ -80,3 +80,29 @@ async def test_a_dead_engine_is_not_hung(engine: Engine) -> None:
 
 async def test_an_engine_without_an_arena_is_never_called_hung() -> None:
     assert not await is_hung(Epoch("w0", 1, None), 0.0)
+
+
+async def test_an_engine_that_takes_connections_and_answers_nothing_is_deaf() -> None:
+    leaving = asyncio.Event()
+
+    async def say_nothing(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await leaving.wait()
+        writer.close()
+
+    async def fail(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 503 Loading\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as silent:
+        assert await is_deaf(url_of(silent), WATCH_S)
+        leaving.set()
+    async with await asyncio.start_server(fail, "127.0.0.1", 0) as unwell:
+        assert not await is_deaf(url_of(unwell), 10.0)
+        gone = url_of(unwell)
+    assert not await is_deaf(gone, 10.0), "nobody is there: that is no silence"
+
+
+def url_of(server: asyncio.Server) -> str:
+    return "http://{}:{}".format(*server.sockets[0].getsockname())

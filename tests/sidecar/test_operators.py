@@ -5,6 +5,7 @@ import os
 import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -16,10 +17,12 @@ from midstream.session.arena import LoadState
 from midstream.session.errors import EngineError, Refused
 from midstream.session.ids import SessionId
 from midstream.session.marker import KvSource
+from midstream.sidecar import kv_restores
 from midstream.sidecar.choice import Tier
 from midstream.sidecar.control import SOCKET, Control, serving_control
 from midstream.sidecar.control_client import ControlClient
-from midstream.sidecar.mover.protocol import RestoreResult, StoredResult
+from midstream.sidecar.mover.protocol import MoverError, RestoreResult, StoredResult
+from midstream.sidecar.mover.protocol import Reason as MoverReason
 from midstream.sidecar.supervise import WorkerState
 from support.coordinating import HASH, KEY, PROMPT_LEN, Rig, S, asked
 
@@ -86,6 +89,72 @@ async def test_an_old_owner_that_ends_before_its_kv_was_copied_has_written_the_a
     again = await rig.over(taken, 1, 2, reason=Reason.MOVE)
     assert (again.expected, again.finish) == ((1, 2, 3), "stop")
     rig.coordinator.resumed(asked(), again, 0.1)
+    assert rig.coordinator.outcome(asked()) is Outcome.EXACT
+
+
+async def test_a_session_goes_back_to_its_old_owner_when_the_next_one_never_takes_it_up(rig: Rig) -> None:
+    facts = SessionFacts(S, "/v1/completions", {}, stream=True, policy=Policy.EXACT)
+    placement = await running(rig, 1, 2, facts=facts)
+    rig.mover.restored = RestoreResult(False, reason="destination")
+    await rig.coordinator.operators.move(S)
+    taken = await rig.over(placement, 1, 2, reason=Reason.MOVE, facts=facts)
+    assert taken.worker != placement.worker
+    assert await asyncio.wait_for(taken.interrupted, 5) is Reason.STALL
+    rig.mover.restored = RestoreResult(True, seconds=0.1)
+    again = await rig.over(taken, 1, 2, reason=Reason.STALL, facts=facts)
+    assert (again.worker, again.expected) == (placement.worker, (1, 2))
+    assert again.marker.resume is not None
+    assert again.marker.resume.kv is KvSource.HELD
+    assert rig.suspected == [(taken.worker, 1, Reason.STALL)]
+    # The old request is needed until its blocks were copied.
+    assert again.fetched is not None
+    assert not again.fetched.done()
+
+
+async def test_after_a_death_a_worker_that_never_takes_a_session_up_is_looked_at(rig: Rig) -> None:
+    placement = await running(rig, 1, 2)
+    rig.mover.restored = RestoreResult(False, reason="destination")
+    rig.die(rig.engines[placement.worker])
+    taken = await rig.over(placement, 1, 2)
+    async with asyncio.timeout(5):
+        while not rig.suspected:  # noqa: ASYNC110 (nobody is told)
+            await asyncio.sleep(0.005)
+    assert rig.suspected == [(taken.worker, 1, Reason.STALL)]
+    # It may just have no room yet, and nobody else has the KV any more.
+    assert not taken.interrupted.done()
+
+
+async def test_an_old_owner_that_ended_has_written_the_answer_when_the_next_one_dies(rig: Rig) -> None:
+    facts = SessionFacts(S, "/v1/completions", {}, stream=True, policy=Policy.EXACT)
+    placement = await running(rig, 1, 2, facts=facts)
+    await rig.coordinator.operators.move(S)
+    taken = await rig.over(placement, 1, 2, reason=Reason.MOVE, facts=facts)
+    old = rig.engines[placement.worker]
+    assert old.newest is not None
+    old.newest.append_tokens([3])
+    old.finish("stop")
+    rig.die(rig.engines[taken.worker])
+    again = await rig.over(taken, 1, 2, facts=facts)
+    assert (again.expected, again.finish) == ((1, 2, 3), "stop")
+
+
+async def test_a_mover_that_is_being_started_again_is_asked_once_more(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placement = await running(rig, 1, 2)
+    rig.mover.restored = MoverError(MoverReason.UNREACHABLE, "it was killed")
+
+    async def pause(_: float) -> None:
+        rig.mover.restored = RestoreResult(True, seconds=0.1)
+
+    monkeypatch.setattr(kv_restores, "asyncio", SimpleNamespace(sleep=pause))
+    await rig.coordinator.operators.move(S)
+    taken = await rig.over(placement, 1, 2, reason=Reason.MOVE)
+    rig.engines[taken.worker].admit(taken).report(LoadState.DONE, PROMPT_LEN + 1, 1)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert len(rig.mover.restores) == 2
+    rig.coordinator.resumed(asked(), taken, 0.1)
     assert rig.coordinator.outcome(asked()) is Outcome.EXACT
 
 

@@ -13,7 +13,7 @@ from midstream.session.tracker import Tracker
 from midstream.sidecar.choice import Candidate, Plan, Tier
 from midstream.sidecar.cli_sessions import COLUMNS
 from midstream.sidecar.mover.protocol import RestoreResult
-from midstream.sidecar.session_record import Place, Record, outcome_of, told
+from midstream.sidecar.session_record import Place, Record, outcome_of, output_max, told
 from midstream.sidecar.workers import Epoch
 
 SESSION = SessionId("a" * 32)
@@ -61,3 +61,22 @@ async def test_a_restore_that_came_to_nothing_is_told_and_never_raised(
         await asyncio.gather(record.restore, return_exceptions=True)
     outcome, failed = outcome_of(record, None, 0.1)
     assert (outcome, failed.detail) == (Outcome.RECOMPUTED, detail)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "wanted"),
+    [
+        ("/v1/completions", {"max_tokens": 100, "max_completion_tokens": 5}, 100),
+        ("/v1/completions", {"max_completion_tokens": 5}, None),
+        ("/v1/chat/completions", {"max_tokens": 100, "max_completion_tokens": 5}, 5),
+        ("/v1/chat/completions", {"max_tokens": 100, "max_output_tokens": 5}, 100),
+        ("/v1/chat/completions", {"max_tokens": 100, "max_completion_tokens": None}, 100),
+        ("/v1/responses", {"max_output_tokens": 100, "max_tokens": 5}, 100),
+        ("/v1/messages", {"max_tokens": 100, "max_output_tokens": 5}, 100),
+        ("/v1/messages", {"max_tokens": True}, None),
+    ],
+)
+def test_an_answer_is_cut_short_by_no_field_that_its_engine_passes_over(
+    path: str, body: dict[str, Any], wanted: int | None
+) -> None:
+    assert output_max(SessionFacts(SESSION, path, body, True)) == wanted
