@@ -237,14 +237,14 @@ class Takeovers:
         result, owner = restoring.result(), record.owner
         if result.ok or record.interrupted.done():
             return
+        never = result.reason == MoverReason.DESTINATION and record.gap_s is None and owner.slot() is None
+        if never:
+            # It may have no room yet. Whether it hangs is found out, and its death takes its sessions elsewhere.
+            self._suspect(owner.epoch.worker, owner.epoch.number, Reason.STALL)
         if self._take_whole_answer(record):
             record.interrupted.set_result(Reason.MOVE)
-        elif result.reason == MoverReason.DESTINATION and record.gap_s is None and owner.slot() is None:
-            if record.fetched is not None:
-                record.interrupted.set_result(Reason.STALL)
-            else:
-                # It may have no room yet. Whether it hangs is found out; its death would take the session elsewhere.
-                self._suspect(owner.epoch.worker, owner.epoch.number, Reason.STALL)
+        elif never and record.fetched is not None:
+            record.interrupted.set_result(Reason.STALL)
 
     def _take_whole_answer(self, record: Record) -> bool:
         """Whether the source's engine, which goes on after a planned move, has come to the end; it is known then."""
