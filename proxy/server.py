@@ -136,7 +136,7 @@ class _Requests:
             self._hold_copies(request, parts)
             with self._counted(len(parts) - 1):
                 about_prompt = about_prompt and obstacle is None
-                return await self._sessions.run(request, parts, policy, obstacle or "", about_prompt=about_prompt)
+                return await self._sessions.run(request, parts, policy, str(obstacle or ""), about_prompt=about_prompt)
         except BadBody as bad:
             return bad.problem.response(request.headers, request.path)
 

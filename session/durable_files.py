@@ -59,7 +59,8 @@ class DurableFiles:
 
     def read(self, path: Path, bytes_max: int) -> bytes:
         """The content of a file of at most `bytes_max`; a longer one is an OSError."""
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        # Without blocking: a pipe that lies there would be waited for, for ever, by whoever reads after this one, too.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or status.st_size > bytes_max:

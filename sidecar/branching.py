@@ -36,7 +36,7 @@ def branch_of(parent: SessionFacts, session: SessionId, changes: Mapping[str, An
         )
     obstacle = why_not_resumable(body, parent.path)
     if obstacle is not None:
-        raise Refused("not_exact", f"a request with {obstacle!r} cannot go on from KV: leave that out")
+        raise Refused("not_exact", f"a request with {obstacle.value!r} cannot go on from KV: leave that out")
     # The parent's own seed, or the one that was drawn for it, unless the branch is to have another.
     seed = None if "seed" in changes else parent.seed
     return SessionFacts(session, parent.path, body, stream=True, policy=parent.policy, parent=parent.session, seed=seed)

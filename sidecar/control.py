@@ -119,7 +119,7 @@ def _answering(
             return await ask(request, session_id(request.match_info["session"]))
         except Refused as refused:
             return _problem(_STATUS.get(refused.reason, 503), refused.reason, str(refused))
-        except (ValueError, msgspec.DecodeError) as error:
+        except (ValueError, RecursionError, msgspec.DecodeError) as error:
             return _problem(400, "bad_request", str(error))
 
     return handle

@@ -396,3 +396,10 @@ def test_the_figures_are_told_while_the_disk_hangs(root: Path, opened: list[Disk
         files.goes_on.set()
         writer.join(10)
     assert opened[-1].figures().snapshots == 1
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_in_the_place_of_a_file_is_no_file_and_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a file"):
+        DurableFiles(tmp_path).read(tmp_path / "pipe", 100)

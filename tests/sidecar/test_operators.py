@@ -464,6 +464,12 @@ async def test_the_control_socket_is_the_owners_alone_and_answers_in_words(rig: 
             await client.move(S)
 
 
+async def test_an_order_that_is_nested_without_end_is_a_bad_request(rig: Rig, tmp_path: Path) -> None:
+    deep = b'{"at": 1, "set": {"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}}"
+    async with serving_control(tmp_path, Control(rig.coordinator, ProxySettings())):
+        assert await code_of(tmp_path, "fork", deep) == (400, "bad_request")
+
+
 async def code_of(folder: Path, order: str, body: bytes = b"{}") -> tuple[int, str]:
     """How the control socket answers an order."""
     async with (
