@@ -39,7 +39,7 @@ def test_fields_may_be_set_and_taken_away() -> None:
         # Of completions: those of the sampled tokens, and none beside them.
         ({"logprobs": 0}, "logprobs=null"),
         ({"logprobs": True}, "logprobs=null"),
-        ({"use_beam_search": True}, "beam_search"),
+        ({"use_beam_search": True}, "a request with 'beam_search' cannot"),
     ],
 )
 def test_what_cannot_be_is_named(changes: dict[str, Any], told: str) -> None:
@@ -60,7 +60,7 @@ def test_a_request_that_wants_no_logprobs_can_branch() -> None:
         ({}, 8, "stop", "its end with output 8; give --at 1 to 7"),
         ({"max_tokens": 5}, 6, "", "max_tokens of 5 leaves nothing to write after 6 outputs"),
         ({"max_tokens": 5}, 5, "", "max_tokens of 5 leaves nothing to write after 5 outputs"),
-        ({"max_completion_tokens": 3}, 6, "", "max_completion_tokens of 3"),
+        ({"max_tokens": 5, "max_completion_tokens": 30}, 6, "", "max_tokens of 5"),
         ({"max_tokens": None}, 8, "length", "add --set max_tokens=N"),
     ],
 )
