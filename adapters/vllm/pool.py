@@ -158,7 +158,8 @@ class _Placing:
             def allocate() -> Any:
                 return original(runner, kv_cache_config)
 
-            return self._within(original, allocate, kv_cache_config, runner.device, (_order_of_dimensions(),))
+            device = getattr(runner, "device", None)
+            return self._within(original, allocate, kv_cache_config, device, (_order_of_dimensions(),))
 
         return _allocate_kv_cache_tensors
 
@@ -166,15 +167,18 @@ class _Placing:
         self, original: Any, allocate: Callable[[], Any], config: Any, device: Any, words: tuple[Any, ...]
     ) -> Any:
         global _placed
-        pool = None
-        if config.kv_cache_tensors and _placed is None and device.type in DEVICES:
-            try:
+        pool = module = None
+        try:
+            if config.kv_cache_tensors and _placed is None and device.type in DEVICES:
+                module = sys.modules[original.__module__]
+                if not hasattr(module, "torch"):
+                    raise PoolError(f"{module.__name__} does not allocate by its own name `torch`")
                 pool = _place(Wanted.by(config, words), device, adopting=self.adopting, v2=self.v2)
-            except Exception:
-                report("placement of the KV pool")
+        except Exception:
+            report("placement of the KV pool")
         if pool is None:
             return allocate()
-        result = _laid_into(pool.memory, sys.modules[original.__module__], allocate)
+        result = _laid_into(pool.memory, module, allocate)
         _placed = pool
         return result
 
@@ -193,10 +197,15 @@ def _laid_into(memory: Memory, module: Any, allocate: Callable[[], Any]) -> Any:
         def zeros(self, *size: Any, **options: Any) -> Any:
             nonlocal end
             large = len(size) == 1 and isinstance(size[0], int) and options.get("dtype") is torch.int8
+            # More than the configuration says, or what cannot be had there, lies outside: such a pool is not announced.
             if large and end + size[0] <= memory.size_bytes:
-                start, end = end, _aligned(end + size[0])
-                return memory.tensor(start, size[0])
-            # More than the configuration says: such a layer lies outside, and a pool with that is not announced.
+                try:
+                    laid = memory.tensor(end, size[0])
+                except Exception:
+                    report("a tensor in the KV pool")
+                else:
+                    end = _aligned(end + size[0])
+                    return laid
             return torch.zeros(*size, **options)
 
     module.torch = Placing()
@@ -210,11 +219,12 @@ def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
+@guarded(default="unknown")
 def _order_of_dimensions() -> str:
     """0.25: whether heads or tokens come first in a block, which the cache's configuration does not say."""
     from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
-    return str(guarded(default="unknown")(get_kv_cache_layout)())
+    return str(get_kv_cache_layout())
 
 
 def rank_of_worker() -> int:

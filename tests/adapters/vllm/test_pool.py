@@ -212,6 +212,35 @@ def test_where_no_pool_can_be_had_the_engine_allocates_as_ever_and_it_is_counted
     assert (reported, pool.placed()) == (["placement of the KV pool"], None)
 
 
+def test_an_engine_that_allocates_in_another_way_is_left_alone(offered: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[str] = []
+    monkeypatch.setattr(pool, "report", reported.append)
+    placing = pool._Placing(adopting=False, v2=False)
+    without_torch = engine(TWO_LAYERS.replace("torch.zeros", "zeros").replace("torch.", ""))
+    vars(without_torch).update(zeros=TORCH.zeros, int8=TORCH.int8, int32=TORCH.int32)
+    del without_torch.torch
+    monkeypatch.setitem(sys.modules, without_torch.__name__, without_torch)
+    assert placing.by_device(without_torch.allocate_kv_cache)(config(tensor(1)), CPU, "NHD")[0] == ["torch's own"]
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.utils", None)
+    assert placing.by_runner(lambda runner, config: "its own")(object(), config(tensor(1))) == "its own"
+    assert placing.by_layers(lambda config, layers, device: "its own")(config(tensor(1)), {}, None) == "its own"
+    assert (reported, pool.placed()) == (["placement of the KV pool"] * 3, None)
+
+
+def test_a_tensor_that_cannot_be_had_in_the_pool_is_the_engines_own(
+    hooked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[str] = []
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("no such tensor")
+
+    monkeypatch.setattr(pool, "report", reported.append)
+    monkeypatch.setattr(HostMemory, "tensor", refuse)
+    assert hooked(config(tensor(1), tensor(1)), CPU, "NHD")[0] == ["torch's own"] * 2
+    assert reported == ["a tensor in the KV pool"] * 2
+
+
 def test_a_layer_beyond_the_pool_is_the_engines_own_and_such_a_pool_is_not_announced(
     hooked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
