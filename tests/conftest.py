@@ -7,9 +7,9 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from xdist.scheduler import LoadScopeScheduling
 
 from midstream.sidecar.plugin_path import engine_environ
 from support.vllm_rig import Rig
@@ -35,16 +35,16 @@ def _part(nodeid: str) -> str:
     return VLLM if file.startswith("tests/adapters/vllm/") or "[vllm" in nodeid else file
 
 
-class ByPart(LoadScopeScheduling):  # type: ignore[misc]
-    """Hands out parts in the order in which they come up."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return _part(nodeid)
-
-
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByPart:
-    """How tests are shared out between processes."""
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Any:
+    """Hands out parts in the order in which they come up, where tests are shared out between processes."""
+    # Only where it is used: machines with a GPU need not have it.
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByPart(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return _part(nodeid)
+
     return ByPart(config, log)
 
 
