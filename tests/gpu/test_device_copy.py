@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -70,8 +71,10 @@ Make = Callable[..., Made]
 
 
 @pytest.fixture(scope="module")
-def devices() -> Devices:
-    return Devices(lambda text: pytest.fail(text))
+def devices() -> Iterator[Devices]:
+    opened = Devices(lambda text: pytest.fail(text))
+    yield opened
+    opened.close()
 
 
 @pytest.fixture
@@ -148,6 +151,29 @@ def test_no_byte_of_a_damaged_block_arrives(make: Make) -> None:
     with pytest.raises(BlockDamaged) as caught:
         list(old.pool.gather([4, 5, 6], sums[4:7]))
     assert caught.value.index == 1
+
+
+def test_of_several_sessions_copied_together_a_damaged_block_stops_its_own_alone(make: Make) -> None:
+    old, new = make(layout(24, UNEVEN), seed=23), make(layout(24, UNEVEN), seed=24)
+    sources, room = random.Random(25).sample(range(24), 12), random.Random(26).sample(range(24), 12)
+    sums = old.pool.sum_blocks(sources)
+    kept = new.block(room[5])
+    # Of the first all blocks have sums, of the second the fourth has none, of the third none has.
+    parts = [(0, 0, 4, 4), (10, 4, 8, 3), (0, 8, 12, 0)]
+    works = [Copies(first, sources[a:b], room[a:b], sums[a : a + count]) for first, a, b, count in parts]
+    sizes, begun = old.layout.block_bytes, list[int]()
+    damaged = [works[0], replace(works[1], expected=[sums[4], sums[5] ^ 1, sums[6]]), works[2]]
+    assert old.pool.copy_all(new.pool, damaged, lambda: begun.append(1)) == [
+        Copied(4 * sizes, 4, 0),
+        Copied(0, 1, 0, 11),
+        Copied(4 * sizes, 0, 4),
+    ]
+    assert begun
+    assert new.block(room[5]) == kept
+    for at in (*range(4), *range(8, 12)):
+        assert new.block(room[at]) == old.block(sources[at])
+    assert old.pool.copy_all(new.pool, works, lambda: None)[1] == Copied(4 * sizes, 3, 1)
+    assert [new.block(block) for block in room] == [old.block(block) for block in sources]
 
 
 def test_blocks_that_lie_where_they_should_are_compared_and_left_alone(make: Make) -> None:

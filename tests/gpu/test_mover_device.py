@@ -287,16 +287,37 @@ async def test_an_error_of_the_card_ends_the_mover_and_another_one_works(
     await client.close()
 
 
-def _opened(holder: HolderClient, name: str) -> DevicePool:
+@pytest.fixture
+def devices() -> Iterator[Devices]:
+    """The GPUs as a mover in this process has them."""
+    opened = Devices(lambda text: pytest.fail(text))
+    yield opened
+    opened.close()
+
+
+def _opened(devices: Devices, holder: HolderClient, name: str) -> DevicePool:
     fd, body = holder.get(name)
-    pool = open_device_pool(Devices(lambda text: pytest.fail(text)), name, fd, PoolMeta.from_json(body))
+    pool = open_device_pool(devices, name, fd, PoolMeta.from_json(body))
     os.close(fd)
     return pool
 
 
+def test_gpus_that_were_closed_or_dropped_can_be_opened_again(tmp_path: Path, holder: HolderClient) -> None:
+    worker = DeviceWorker(tmp_path, "one", holder)
+    for closed in (True, True, False, False, True):
+        opened = Devices(lambda text: pytest.fail(text))
+        pool = _opened(opened, holder, "one/1/0")
+        raws = list(pool.gather([1, 2], []))
+        pool.scatter(raws, [1, 2])
+        del pool
+        if closed:
+            opened.close()
+    worker.close()
+
+
 @pytest.mark.timeout(300)
 async def test_thirty_two_sessions_that_die_together_are_back_at_the_speed_of_the_memory(
-    fast_mover: MoverClient, holder: HolderClient, tmp_path: Path
+    fast_mover: MoverClient, holder: HolderClient, devices: Devices, tmp_path: Path
 ) -> None:
     mover = fast_mover
     count, tokens = int(os.environ.get("MIDSTREAM_TEST_SESSIONS", "32")), 4000
@@ -347,8 +368,8 @@ async def test_thirty_two_sessions_that_die_together_are_back_at_the_speed_of_th
         f"{count} sessions, {form.end / 1e9:.1f} GB: waiting after {admitted_s:.4f} s, back after {seconds:.4f} s "
         f"({form.end / seconds / 1e9:.0f} GB/s), the slowest of the mover's own {slowest:.4f} s"
     )
-    found, wanted = _opened(holder, "new/1/0").sum_blocks(rooms), _opened(holder, "old/1/0").sum_blocks(sources)
-    assert found == wanted
+    found = _opened(devices, holder, "new/1/0").sum_blocks(rooms)
+    assert found == _opened(devices, holder, "old/1/0").sum_blocks(sources)
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
     listed = await asyncio.to_thread(subprocess.check_output, query, text=True)
     print(f"memory on the card by process, of which the mover is one:\n{listed}")

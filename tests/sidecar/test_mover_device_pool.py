@@ -1,0 +1,244 @@
+"""What a pool on a GPU asks of the GPU for several sessions at once, and what it tells each of them.
+
+The GPU here is one that keeps a number for each block and copies it, with the rules of the kernels: a block's sum is
+that number, and one that differs from what was expected is not copied.
+"""
+
+import os
+from array import array
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from midstream.session import vram
+from midstream.session.errors import PoolError
+from midstream.session.layout import Plane, PoolLayout, PoolMeta, cuda_memory
+from midstream.sidecar.mover.device import Device, Job, Side
+from midstream.sidecar.mover.device_lanes import Lanes, Urgency
+from midstream.sidecar.mover.device_pool import DevicePool
+from midstream.sidecar.mover.pools import Copied, Copies
+
+FORM = PoolLayout(40, 16, (Plane(0, 64, 64), Plane(40 * 64, 32, 32)))
+BYTES = 96
+
+# The blocks of each pool by where it is mapped; mappings of one pool share them.
+Memory = dict[int, list[int]]
+
+
+class Card:
+    """A GPU; `jobs` is what was asked of it."""
+
+    def __init__(self, ordinal: int, memory: Memory) -> None:
+        self.ordinal = ordinal
+        self.memory = memory
+        self.jobs: list[Job] = []
+
+    def run(
+        self, source: Side, destination: Side, job: Job, urgency: Urgency, started: Callable[[], object] = lambda: None
+    ) -> "array[int]":
+        assert len(job.expected) <= len(job.sources)
+        self.jobs.append(job)
+        old, new = self.memory[source.address], self.memory[destination.address]
+        found = array("Q", (old[block] for block in job.sources[: len(job.expected)]))
+        for place, (block, to) in enumerate(zip(job.sources, job.destinations, strict=False)):
+            if place >= len(found) or found[place] == job.expected[place]:
+                new[to] = old[block]
+        started()
+        return found
+
+
+class Rig:
+    """Pools on cards."""
+
+    def __init__(self) -> None:
+        self.memory: Memory = {}
+        self.by_fd: dict[int, list[int]] = {}
+        self._address = 1 << 30
+
+    def map(self, fd: int, size_bytes: int, device: int) -> vram.DeviceMapping:
+        # Descriptors of one file are of one pool.
+        self._address += 1 << 20
+        self.memory[self._address] = self.by_fd[os.fstat(fd).st_ino]
+        mapping = vram.DeviceMapping(self._address, size_bytes, device)
+        mapping._closed = True
+        return mapping
+
+    def pool(self, card: Card, first: int) -> tuple[DevicePool, list[int]]:
+        fd = os.memfd_create("pool")
+        blocks = self.by_fd[os.fstat(fd).st_ino] = [first + n for n in range(FORM.block_count)]
+        memory = cuda_memory("GPU-00000000-0000-0000-0000-000000000000")
+        meta = PoolMeta(FORM.end, FORM, FORM.fingerprint(), {}, memory, f"{first:032x}")
+        made = DevicePool(cast(Device, card), f"of {first}", fd, meta)
+        os.close(fd)
+        return made, blocks
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
+    rig = Rig()
+    monkeypatch.setattr(vram, "map_device_pool", rig.map)
+    return rig
+
+
+def works_of(old: list[int], wrong: int | None = None) -> list[Copies]:
+    """Three sessions: one whose blocks all have sums, one whose tail has none, and one without any."""
+    parts = [(0, [3, 1, 2], [9, 8, 7], 3), (10, [5, 6, 4, 0], [1, 2, 3, 4], 2), (0, [20, 21], [30, 31], 0)]
+    return [
+        Copies(first, sources, to, [old[block] ^ (block == wrong) for block in sources[:count]])
+        for first, sources, to, count in parts
+    ]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_all_sessions_are_copied_in_one_job_and_each_is_told_its_own(rig: Rig, apart: bool) -> None:
+    here = Card(0, rig.memory)
+    there = Card(1, rig.memory) if apart else here
+    (source, old), (destination, new) = rig.pool(here, 100), rig.pool(there, 500)
+    started: list[int] = []
+    done = source.copy_all(destination, works_of(old), lambda: started.append(1))
+    assert done == [Copied(3 * BYTES, 3, 0), Copied(4 * BYTES, 2, 2), Copied(2 * BYTES, 0, 2)]
+    # On one card, in one go; from card to card compared on the one and copied by the other.
+    assert (len(here.jobs), len(there.jobs)) == (1, 1)
+    assert started
+    for work in works_of(old):
+        assert [new[block] for block in work.destinations] == [old[block] for block in work.sources]
+    assert new[0] == 500
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(("wrong", "session", "ordinal"), [(3, 0, 0), (2, 0, 2), (5, 1, 10), (6, 1, 11)])
+def test_a_damaged_block_stops_its_own_session_alone(
+    rig: Rig, apart: bool, wrong: int, session: int, ordinal: int
+) -> None:
+    here = Card(0, rig.memory)
+    there = Card(1, rig.memory) if apart else here
+    (source, old), (destination, new) = rig.pool(here, 100), rig.pool(there, 500)
+    works = works_of(old, wrong)
+    done = source.copy_all(destination, works, lambda: None)
+    assert done[session].damaged == ordinal
+    assert done[session].bytes == 0
+    at = works[session].sources.index(wrong)
+    assert new[works[session].destinations[at]] == 500 + works[session].destinations[at]
+    for index, work in enumerate(works):
+        if index != session:
+            assert done[index].damaged is None
+            assert [new[block] for block in work.destinations] == [old[block] for block in work.sources]
+
+
+def test_blocks_that_lie_where_they_should_are_not_counted_as_copied(rig: Rig) -> None:
+    pool, blocks = rig.pool(Card(0, rig.memory), 100)
+    works = [Copies(0, [1, 2], [1, 2], blocks[1:3]), Copies(0, [5, 6], [5, 9], blocks[5:7])]
+    assert pool.copy_all(pool, works, lambda: None) == [Copied(0, 2, 0), Copied(BYTES, 2, 0)]
+
+
+@pytest.mark.parametrize("bad", [Copies(0, [0, 40], [1, 2], []), Copies(0, [0, 1], [-1, 2], [])])
+def test_no_session_is_copied_with_one_whose_blocks_do_not_exist(rig: Rig, bad: Copies) -> None:
+    card = Card(0, rig.memory)
+    (source, old), (destination, _) = rig.pool(card, 100), rig.pool(card, 500)
+    with pytest.raises(PoolError, match="block table"):
+        source.copy_all(destination, [*works_of(old), bad], lambda: None)
+    for odd in (Copies(0, [0, 1], [1], []), Copies(0, [0], [1], [5, 6])):
+        with pytest.raises(PoolError, match="give one each"):
+            source.copy_all(destination, [odd], lambda: None)
+    assert card.jobs == []
+
+
+class Driver:
+    """A driver that keeps account of what is pinned and allocated."""
+
+    class CUstream_flags:
+        CU_STREAM_NON_BLOCKING = 1
+
+    def __init__(self, registrations_max: int = 1000) -> None:
+        self.pinned: dict[int, int] = {}
+        self.allocated: set[int] = set()
+        self.streams: set[int] = set()
+        self._left = registrations_max
+        self._number = 0
+
+    def __getattr__(self, name: str) -> Callable[..., tuple[Any, ...]]:
+        return lambda *_: (Status(0),)
+
+    def _next(self, into: set[int]) -> tuple[Any, ...]:
+        self._number += 1
+        into.add(self._number)
+        return Status(0), self._number
+
+    def cuCtxGetStreamPriorityRange(self) -> tuple[Any, ...]:
+        return Status(0), 0, -5
+
+    def cuStreamCreateWithPriority(self, flags: int, priority: int) -> tuple[Any, ...]:
+        return self._next(self.streams)
+
+    def cuMemAlloc(self, size_bytes: int) -> tuple[Any, ...]:
+        return self._next(self.allocated)
+
+    def cuMemHostRegister(self, address: int, size_bytes: int, flags: int) -> tuple[Any, ...]:
+        # As the real one does: no byte is pinned twice.
+        if any(address < end and start < address + size_bytes for start, end in self.pinned.items()):
+            return (Status(712, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"),)
+        if not self._left:
+            return (Status(2, "CUDA_ERROR_OUT_OF_MEMORY"),)
+        self._left -= 1
+        self.pinned[address] = address + size_bytes
+        return (Status(0),)
+
+    def cuMemHostUnregister(self, address: int) -> tuple[Any, ...]:
+        del self.pinned[address]
+        return (Status(0),)
+
+    def cuMemFree(self, address: int) -> tuple[Any, ...]:
+        self.allocated.remove(address)
+        return (Status(0),)
+
+    def cuStreamDestroy(self, stream: int) -> tuple[Any, ...]:
+        self.streams.remove(stream)
+        return (Status(0),)
+
+
+class Status(int):
+    name: str
+
+    def __new__(cls, value: int, name: str = "CUDA_SUCCESS") -> "Status":
+        made = super().__new__(cls, value)
+        made.name = name
+        return made
+
+
+class Calls:
+    """The driver's calls, where what fails is refused."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+
+    def do(self, result: tuple[Any, ...], what: str) -> Any:
+        status, *values = result
+        if status:
+            raise PoolError(f"cannot {what}: {status.name}")
+        return tuple(values) if len(values) > 1 else values[0] if values else None
+
+
+def test_lanes_that_are_closed_leave_nothing_and_others_can_be_made() -> None:
+    driver = Driver()
+    for _ in range(5):
+        lanes = Lanes(cast(Any, Calls(driver)))
+        with lanes.all() as taken, lanes.staging():
+            assert len({id(lane) for lane in taken}) == len(taken) > 2
+        lanes.close()
+        assert (driver.pinned, driver.allocated, driver.streams) == ({}, set(), set())
+
+
+def test_the_memory_of_lanes_that_were_dropped_is_never_another_ones() -> None:
+    driver = Driver()
+    for _ in range(20):
+        lanes = Lanes(cast(Any, Calls(driver)))
+        del lanes
+    assert len(driver.pinned) == 20 * 6
+
+
+def test_lanes_that_could_not_all_be_made_leave_nothing() -> None:
+    driver = Driver(registrations_max=3)
+    with pytest.raises(PoolError, match="OUT_OF_MEMORY"):
+        Lanes(cast(Any, Calls(driver)))
+    assert (driver.pinned, driver.allocated, driver.streams) == ({}, set(), set())
