@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = Results(options.out / "figures.jsonl")
     clock = Clock(options.limit)
     could_not = False
+    # A shell's background job ignores SIGINT, and would ignore with it what is turned into it here.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         # As Ctrl-C: what was started ends in good order.
         signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
@@ -45,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             could_not = True
             results.missing(part, part, "it was interrupted")
             break
-        except (MidstreamError, OSError, RuntimeError) as error:
+        except Exception as error:
+            # Whatever an engine that went away has brought with it: the parts after it may still work.
             could_not = True
             traceback.print_exc()
             results.missing(part, part, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")

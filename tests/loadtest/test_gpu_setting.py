@@ -4,9 +4,10 @@ import asyncio
 import importlib.metadata
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -161,13 +162,47 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(
 
 
 def test_a_part_that_there_is_no_time_for_is_said_to_be_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], handlers: None
 ) -> None:
     assert command.main(["overhead", "--limit", "5", "--out", str(tmp_path), "--home", str(tmp_path)]) == 1
     [told] = [json.loads(line) for line in (tmp_path / "figures.jsonl").read_text().splitlines()]
     assert told["value"] is None
     assert "left" in told["why"]
     assert "missing" in capsys.readouterr().out
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Signals are this process's own again afterwards."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+def test_a_part_that_breaks_in_any_way_is_said_to_be_missing_and_the_next_one_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, handlers: None
+) -> None:
+    begun = []
+
+    def breaking(part: str, *_: object) -> None:
+        begun.append(part)
+        raise aiohttp.ServerDisconnectedError
+
+    monkeypatch.setattr(command, "_run", breaking)
+    assert command.main(["copy", "probe", "--out", str(tmp_path), "--home", str(tmp_path)]) == 2
+    assert begun == ["copy", "probe"]
+    assert "ServerDisconnectedError: Server disconnected" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_background_job_ends_in_good_order_when_it_is_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handlers: None, number: signal.Signals
+) -> None:
+    monkeypatch.setattr(command, "_run", lambda *_: signal.raise_signal(number))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert command.main(["copy", "probe", "--out", str(tmp_path), "--home", str(tmp_path)]) == 2
 
 
 async def test_an_engine_is_waited_for_its_core_is_found_and_nothing_of_it_is_left(tmp_path: Path) -> None:
