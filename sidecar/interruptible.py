@@ -1,7 +1,7 @@
 """Long work of a command, ended in good order by a signal.
 
-Owns which signals end it: SIGTERM, SIGHUP and SIGINT, the last one unless whoever started the command had it ignored (a
-shell's background job). Invariant: the work is cancelled, never dropped, so that what it started ends with it.
+Owns which signals end it: SIGTERM, SIGHUP and SIGINT, but for those that whoever started the command had it ignore (a
+shell's background job, `nohup`). Invariant: the work is cancelled, never dropped, so that what it started ends with it.
 """
 
 import asyncio
