@@ -18,6 +18,8 @@ REPORT_HEADER = "X-Midstream-Report"
 POLICY_HEADER = "X-Midstream-Policy"
 EVENT_BYTES_MAX = 8 << 20
 HALF = "\ufffd"
+# The violation where that stands elsewhere than at the end of an answer.
+HALF_A_CHARACTER = "half a character"
 
 
 @dataclass(slots=True)
@@ -212,7 +214,7 @@ class _Rules:
         text = choice.get("text") or delta.get("content") or ""
         if answer.text.endswith(HALF) or HALF in text[:-1]:
             # Only where the answer ends, for `max_tokens` may cut a character in two.
-            answer.violations.append("half a character")
+            answer.violations.append(HALF_A_CHARACTER)
         answer.text += text
         answer.token_ids += choice.get("token_ids") or ()
         answer.logprobs += _logprobs(choice.get("logprobs"))

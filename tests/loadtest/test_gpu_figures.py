@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from midstream.loadtest.client import HALF_A_CHARACTER
 from midstream.loadtest.gpu import gap
 from midstream.loadtest.gpu.phases import events, phases
 from midstream.loadtest.gpu.results import Figure, Results, figure_of, table
+from midstream.loadtest.gpu.streams import fault_of
 from midstream.loadtest.gpu.windows import Histogram, histogram, overhead, steady
 from midstream.loadtest.load.live import Live, Mark
 from midstream.loadtest.load.strategies import Strategy
@@ -187,3 +189,16 @@ def test_the_strategies_are_held_against_each_other(tmp_path: Path) -> None:
     first, second = results.figures[-2:]
     assert (first.name, first.value, first.met) == ("32x4000, recompute over kv, p99", 32.0, None)
     assert (second.name, second.value, second.met) == ("1x32000, recompute over kv, p99", 9.0, False)
+
+
+def test_half_a_character_is_no_fault_of_random_weights_and_everything_else_is_one() -> None:
+    live = live_of([0.1, 0.2])
+    assert fault_of(live) == ""
+    live.ended_s = 0.3
+    assert "status 0" in fault_of(live)
+    live.answer.status, live.answer.done, live.answer.finish = 200, True, "length"
+    live.answer.token_ids, live.answer.usage = [1, 2], {"completion_tokens": 2}
+    live.answer.violations.append(HALF_A_CHARACTER)
+    assert fault_of(live) == ""
+    live.answer.violations.append("a second role")
+    assert "a second role" in fault_of(live)
