@@ -1,14 +1,16 @@
 """What the coordinator asks of the mover: restores, verification, stored snapshots. Every answer is an answer.
 
-Owns the counting of restores. A mover that is slow, gone or unwilling costs a session its KV, never its stream.
+Owns the counting of restores. A mover that is slow, gone or unwilling costs a session its KV, never its stream. KV in a
+GPU's memory is used only after a mover has said that no fault of the GPU may have touched it.
 """
 
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar, runtime_checkable
 
 from ..session.errors import Refused
 from ..session.ids import SessionId
@@ -16,11 +18,15 @@ from .choice import Tier
 from .metrics import Metrics
 from .mover.protocol import MoverError, RestoreResult, SnapshotResult, StoredResult, VerifyResult
 from .mover.protocol import Reason as MoverReason
-from .session_record import Record
+from .session_record import Place, Record
 
 _LOG = logging.getLogger("midstream.coordinator")
 
+T = TypeVar("T")
+
 ASK_AGAIN_S = 0.1
+# The field of a compatibility key that only engines on a GPU fill in.
+_GPU_FIELD = "cuda_runtime"
 
 
 class Mover(Protocol):
@@ -53,6 +59,15 @@ class Mover(Protocol):
 
     async def finish(self, session: SessionId, generation: int) -> None:
         """What is stored of a session may go first."""
+        ...
+
+
+@runtime_checkable
+class TellsOfFaults(Protocol):
+    """A mover that knows which arenas a fault of a GPU may have touched."""
+
+    async def sound(self, arena: Path) -> None:
+        """Return if KV may be taken from an arena. Raises MoverError."""
         ...
 
 
@@ -130,19 +145,66 @@ class KvRestores:
             )
         return found
 
+    async def untouched(self, record: Record) -> bool:
+        """Whether KV that lies on a GPU may be copied from there; asked before a place is chosen for its sake."""
+        arena = record.source.epoch.arena_path
+        if arena is None or not _on_gpu(record.source) or not isinstance(self._mover, TellsOfFaults):
+            return True
+        tells = self._mover
+        try:
+            await self._answered(lambda: tells.sound(arena))
+        except MoverError as error:
+            if error.reason not in (MoverReason.FAULT, MoverReason.UNREACHABLE, MoverReason.DEADLINE):
+                # It is the restore that says what else is wrong.
+                return True
+            self._metrics.restores_refused.labels(error.reason.value).inc()
+            _LOG.warning(
+                "event=not_sound session=%s worker=%s reason=%s error=%s",
+                record.facts.session, record.source.epoch.worker, error.reason.value, error,
+            )  # fmt: skip
+            return False
+        return True
+
+    async def _answered(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """What the mover says of KV on a GPU; one that is being started again is asked again. Raises MoverError.
+
+        The fault that ended it may have touched that KV: its silence means nothing good. It is waited for as long as a
+        restore would be.
+        """
+        deadline = time.monotonic() + self._load_timeout_s
+        while True:
+            try:
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    return await ask()
+            except TimeoutError:
+                text = f"the mover did not answer within {self._load_timeout_s:g} s; look at its log"
+                raise MoverError(MoverReason.DEADLINE, text) from None
+            except MoverError as error:
+                silent = error.reason in (MoverReason.UNREACHABLE, MoverReason.DEADLINE)
+                if not silent or deadline - time.monotonic() <= ASK_AGAIN_S:
+                    raise
+            await asyncio.sleep(ASK_AGAIN_S)
+
     async def verified(self, record: Record) -> bool:
         """In place nothing is copied, so the bytes are compared with their checksums before they are used."""
         source = record.source
-        if source.epoch.arena_path is None:
+        arena = source.epoch.arena_path
+        if arena is None:
             return False
+        on_gpu = _on_gpu(source)
         slot = source.slot()
         needed = 0 if slot is None else slot.prompt_len + max(len(record.known) - 1, 0)
         try:
-            checked = await self._mover.verify(source.epoch.arena_path, record.facts.session, source.generation)
+            if on_gpu:
+                checked = await self._answered(
+                    lambda: self._mover.verify(arena, record.facts.session, source.generation)
+                )
+            else:
+                checked = await self._mover.verify(arena, record.facts.session, source.generation)
         except MoverError as error:
-            # Unverifiable is not damaged: the mover may just have been restarted and have no checksums.
             _LOG.warning("event=verify session=%s error=%s", record.facts.session, error)
-            return error.reason in (MoverReason.UNREACHABLE, MoverReason.DEADLINE)
+            # Unverifiable is not damaged where nothing but the mover itself can have failed.
+            return not on_gpu and error.reason in (MoverReason.UNREACHABLE, MoverReason.DEADLINE)
         good = checked.tokens
         if good < needed:
             _LOG.error(
@@ -156,3 +218,8 @@ class KvRestores:
         if self.stores:
             with suppress(MoverError):
                 await self._mover.finish(record.facts.session, record.tracker.generation)
+
+
+def _on_gpu(place: Place) -> bool:
+    """Whether KV there lies in the memory of a GPU, as its engine's key tells."""
+    return place.epoch.key is not None and place.epoch.key.fields.get(_GPU_FIELD) is not None

@@ -136,6 +136,9 @@ class Takeovers:
             if chosen is not None and chosen.tier is Tier.IN_PLACE and not await self._kv.verified(record):
                 record.kv_lost = True
                 continue
+            if chosen is not None and chosen.tier is Tier.HELD and not await self._kv.untouched(record):
+                record.kv_lost = True
+                continue
             if chosen is not None:
                 if self._still_there(chosen):
                     return chosen

@@ -97,6 +97,10 @@ class MoverClient:
         answer = await self._ask(Op.VERIFY, CALL_S, arena=str(arena), session=session, generation=generation)
         return result_from(VerifyResult, answer)
 
+    async def sound(self, arena: Path) -> None:
+        """Return if KV may be taken from an arena; MoverError(FAULT) if a fault of a GPU may have touched it."""
+        await self._ask(Op.SOUND, CALL_S, arena=str(arena))
+
     async def snapshot(self, arena: Path, session: SessionId | None = None) -> SnapshotResult:
         """Store all live sessions of an arena, or one, now."""
         answer = await self._ask(Op.SNAPSHOT, SNAPSHOT_S, arena=str(arena), session=session)

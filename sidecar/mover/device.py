@@ -18,7 +18,7 @@ from typing import Any
 
 from ...session import vram
 from ...session.errors import PoolError
-from .device_calls import Calls
+from .device_calls import Calls, Faults
 from .device_kernels import PLANE, THREADS, TILE_VECTORS, compile_kernels
 from .device_lanes import BLOCKS_PER_LAUNCH, Lane, Lanes, Twin, Urgency
 from .device_sum import SEED, VECTOR_BYTES, reference_sum
@@ -69,6 +69,7 @@ class Device:
 
     def __init__(self, ordinal: int, calls: Calls) -> None:
         self.ordinal = ordinal
+        self.gpu = calls.gpu
         self._calls = calls
         with vram.current(ordinal):
             self._kernels = self._load()
@@ -228,12 +229,16 @@ class Devices:
     """The GPUs of this process by their UUID, each opened once, when a pool on it is first needed."""
 
     def __init__(self, on_fault: Callable[[str], None]) -> None:
-        self._on_fault = on_fault
-        self._calls: Calls | None = None
+        self._faults = Faults(on_fault)
         self._opened: dict[str, Device] = {}
         # When it may be tried again, how long that was, and why.
         self._refused: dict[str, tuple[float, float, str]] = {}
         self._lock = threading.Lock()
+
+    @property
+    def faulty(self) -> str | None:
+        """The GPU that had a fault, known before anybody was told of it; for any thread."""
+        return self._faults.gpu
 
     def get(self, gpu_uuid: str) -> Device:
         """The GPU of that UUID. Raises PoolError; then it is not tried again for AGAIN_S, and twice as long each time.
@@ -263,12 +268,10 @@ class Devices:
 
     def _open(self, gpu_uuid: str) -> Device:
         ordinal = vram.device_of(gpu_uuid)
-        if self._calls is None:
-            from cuda.bindings import driver
+        from cuda.bindings import driver
 
-            self._calls = Calls(driver, self._on_fault)
         began = time.monotonic()
-        device = Device(ordinal, self._calls)
+        device = Device(ordinal, Calls(driver, self._faults, gpu_uuid))
         _log.info("event=gpu_opened gpu=%s seconds=%.3f", gpu_uuid, time.monotonic() - began)
         return device
 

@@ -2,7 +2,8 @@
 
 Owns the difference between what was refused (PoolError: no memory, no such thing; the next call may succeed) and a
 *fault*: after most errors of running work a CUDA context answers every call with an error, and what it has written is
-not to be trusted. A fault is told to whoever ends this process, and every call after it raises, on all GPUs.
+not to be trusted. A fault is told to whoever ends this process, and every call after it raises, on all GPUs. Which GPU
+it was is kept: what lies there, or was in reach of its kernels, is suspect.
 """
 
 import threading
@@ -22,14 +23,40 @@ class DeviceFault(PoolError):
     """The GPU, or this process's use of it, has failed; this process must end."""
 
 
-class Calls:
-    """The driver's calls for all GPUs of this process, until a fault."""
+class Faults:
+    """The first fault of this process, on whichever GPU; `on_fault` is told of it, once."""
 
-    def __init__(self, driver: Any, on_fault: Callable[[str], None]) -> None:
-        self.driver = driver
+    def __init__(self, on_fault: Callable[[str], None]) -> None:
         self._on_fault = on_fault
-        self._fault: str | None = None
+        self._text = ""
+        # The GPU's UUID, from before anybody is told.
+        self.gpu: str | None = None
         self._lock = threading.Lock()
+
+    def happened(self, gpu: str, text: str) -> DeviceFault:
+        """A fault of a GPU; returns the error to raise."""
+        with self._lock:
+            first = self.gpu is None
+            if first:
+                self._text = f"{text}; the mover is started anew, see the kernel's log (dmesg) for {gpu}"
+                self.gpu = gpu
+        if first:
+            self._on_fault(self._text)
+        return DeviceFault(self._text)
+
+    def check(self) -> None:
+        """Raise DeviceFault if there was a fault."""
+        if self.gpu is not None:
+            raise DeviceFault(self._text)
+
+
+class Calls:
+    """The driver's calls for one GPU of this process, until a fault of any."""
+
+    def __init__(self, driver: Any, faults: Faults, gpu: str) -> None:
+        self.driver = driver
+        self.gpu = gpu
+        self._faults = faults
 
     def do(self, result: Any, what: str) -> Any:
         """What a call returned, without its status: nothing, one value, or several as a tuple.
@@ -63,15 +90,8 @@ class Calls:
 
     def check(self) -> None:
         """Raise DeviceFault if there was a fault."""
-        if self._fault is not None:
-            raise DeviceFault(self._fault)
+        self._faults.check()
 
     def fault(self, text: str) -> DeviceFault:
         """A fault has happened: tell it, once; returns the error to raise."""
-        with self._lock:
-            first = self._fault is None
-            if first:
-                self._fault = f"{text}; the mover is started anew, see the kernel's log (dmesg) for this GPU"
-        if first:
-            self._on_fault(str(self._fault))
-        return DeviceFault(self._fault)
+        return self._faults.happened(self.gpu, text)

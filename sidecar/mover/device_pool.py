@@ -54,11 +54,15 @@ class DevicePool:
                 f"pool {name}: a block of {meta.layout.block_bytes} bytes is larger than the {STAGING_BYTES} that can "
                 "be staged; use a smaller block size"
             )
-        mapping = vram.map_device_pool(fd, meta.size_bytes, device.ordinal)
-        self._mappings = {device.ordinal: mapping}
+        self.gpus = frozenset({device.gpu})
+        self._mappings = {device.ordinal: vram.map_device_pool(fd, meta.size_bytes, device.ordinal)}
         self._lock = threading.Lock()
-        # For GPUs that are to copy from it: only a descriptor can be mapped once more.
-        self._fd = os.dup(fd)
+        try:
+            # For GPUs that are to copy from it: only a descriptor can be mapped once more.
+            self._fd = os.dup(fd)
+        except OSError as error:
+            _unmap(self._mappings)
+            raise PoolError(f"pool {name}: {error.strerror}; let the mover have more open files") from error
         weakref.finalize(self, _let_go, self._mappings, self._fd).atexit = False
 
     def sum_blocks(self, blocks: Sequence[int]) -> list[int]:
@@ -150,6 +154,8 @@ class DevicePool:
         with self._lock:
             mapping = self._mappings.get(device.ordinal)
             if mapping is None:
+                # From before its kernels can write there.
+                self.gpus |= {device.gpu}
                 mapping = vram.map_device_pool(self._fd, self._size_bytes, device.ordinal)
                 self._mappings[device.ordinal] = mapping
         return Side(mapping.address, self._planes)
@@ -212,6 +218,10 @@ def _first_damaged(found: Sequence[int], expected: Sequence[int]) -> int | None:
 def _let_go(mappings: dict[int, vram.DeviceMapping], fd: int) -> None:
     with contextlib.suppress(OSError):
         os.close(fd)
+    _unmap(mappings)
+
+
+def _unmap(mappings: dict[int, vram.DeviceMapping]) -> None:
     for mapping in mappings.values():
         try:
             mapping.close()

@@ -27,6 +27,7 @@ class HostPool:
     view: memoryview
     identity: Hashable
     memory: str = HOST
+    gpus: frozenset[str] = frozenset()
     sum_kind: SumKind = SumKind.XXH3
     pace: Pace = PACE
 

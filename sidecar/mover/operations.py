@@ -60,6 +60,7 @@ class Operations:
             Op.RELEASE: self._release,
             Op.RESTORE: self._restore,
             Op.VERIFY: self._verify,
+            Op.SOUND: self._sound,
             Op.SNAPSHOT: self._snapshot,
             Op.STORED: self._stored,
             Op.FINISH: self._finish,
@@ -106,6 +107,7 @@ class Operations:
 
     async def _verify(self, message: dict[str, Any]) -> dict[str, Any]:
         path, session = path_field(message, "arena"), session_field(message)
+        self._sources.check_untouched(path)
         reader = self._sources.reader(path)
         pool = await self._sources.pool(path)
         slot = reader.find(session, whole_field(message, "generation"))
@@ -118,6 +120,7 @@ class Operations:
         sums = list(self._sums.get(owner, covered.table.generation, pool.sum_kind))[:count]
         found = await asyncio.to_thread(pool.sum_blocks, covered.table.blocks[: len(sums)])
         coverage.check_unchanged(reader, covered)
+        self._sources.check_untouched(path)
         damaged = [ordinal for ordinal, value in enumerate(found) if value != sums[ordinal]]
         if damaged:
             self._counters.fail(Reason.CHECKSUM)
@@ -130,6 +133,10 @@ class Operations:
                 blocks_damaged=len(damaged),
             )
         )
+
+    async def _sound(self, message: dict[str, Any]) -> dict[str, Any]:
+        self._sources.check_untouched(path_field(message, "arena"))
+        return {}
 
     async def _snapshot(self, message: dict[str, Any]) -> dict[str, Any]:
         if self._snapshotter is None:

@@ -81,6 +81,11 @@ class Pool(Protocol):
         ...
 
     @property
+    def gpus(self) -> frozenset[str]:
+        """The GPUs whose kernels can write there: its own, and those that have copied from it; none for host memory."""
+        ...
+
+    @property
     def layout(self) -> PoolLayout: ...
 
     @property

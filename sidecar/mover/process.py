@@ -5,7 +5,8 @@
 
 SIGTERM ends it in good order: restores under way are answered as failed, so that no engine waits for them. With
 `--parent-pid` it ends when that process does. A GPU that has failed ends it, too, with exit status FAULT_STATUS: what
-such a process would copy from then on is not to be trusted, and a new one may find the GPU working.
+such a process would copy from then on is not to be trusted, and a new one may find the GPU working. Before that it
+notes which arenas the fault may have touched, beside its socket; until it could do so it stays and refuses them itself.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from .server import CONNECTIONS_MAX, Server
 from .snapshots import Policy, Snapshotter
 from .sources import Sources
 from .sums import Sums
+from .suspects import Suspects, suspects_beside
 from .watcher import POLL_S, Watcher
 
 STORE_BYTES_MAX = 64 << 30
@@ -41,6 +43,8 @@ THREADS_MAX = RUNNING_MAX + 16
 FAULT_STATUS = 3
 # How long restores have to tell their engines; a thread may be caught in the driver for good.
 FAULT_S = 2.0
+# A folder that takes no file, full or read-only, is tried again after this long.
+NOTE_AGAIN_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +104,8 @@ async def _serve(options: argparse.Namespace, listener: socket.socket, store: Di
     gc.freeze()
     counters = Counters()
     fault = _Fault(asyncio.get_running_loop())
-    sources = Sources(HolderClient(options.holder), Devices(fault.tell))
+    suspects = Suspects(suspects_beside(options.socket))
+    sources = Sources(HolderClient(options.holder), Devices(fault.tell), suspects)
     sums = Sums()
     snapshotter = None
     if store is not None:
@@ -114,7 +119,7 @@ async def _serve(options: argparse.Namespace, listener: socket.socket, store: Di
         server.serve(listener),
         watcher.run(),
         _told_to_end(options.parent_pid),
-        fault.happened.wait(),
+        _noted(fault, sources, suspects),
     ]
     if snapshotter is not None:
         jobs.append(snapshotter.run())
@@ -129,7 +134,7 @@ async def _serve(options: argparse.Namespace, listener: socket.socket, store: Di
             task.cancel()
         if fault.happened.is_set():
             await asyncio.wait(tasks, timeout=FAULT_S)
-            fault.end(store)
+            fault.end(store, sources, suspects)
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
@@ -145,12 +150,33 @@ class _Fault:
         _log.error("event=gpu_failed error=%s", text)
         self._loop.call_soon_threadsafe(self.happened.set)
 
-    def end(self, store: DiskStore | None) -> NoReturn:
+    def end(self, store: DiskStore | None, sources: Sources, suspects: Suspects) -> NoReturn:
         """End without waiting for threads that the driver may never let go of."""
+        # Whoever else has ended this process may have come before the note.
+        sources.note_fault()
+        with contextlib.suppress(OSError):
+            suspects.save()
         if store is not None:
             store.close()
         logging.shutdown()
         os._exit(FAULT_STATUS)
+
+
+async def _noted(fault: _Fault, sources: Sources, suspects: Suspects) -> None:
+    """Return when there was a fault and what it may have touched is on disk."""
+    await fault.happened.wait()
+    sources.note_fault()
+    said = False
+    while True:
+        try:
+            await asyncio.to_thread(suspects.save)
+        except OSError as error:
+            if not said:
+                _log.error("event=suspects_not_saved staying=on error=%s", error)
+                said = True
+            await asyncio.sleep(NOTE_AGAIN_S)
+        else:
+            return
 
 
 async def _told_to_end(parent_pid: int | None) -> None:

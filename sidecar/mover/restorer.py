@@ -1,10 +1,10 @@
 """Brings the KV of one session to where its new engine has made room for it.
 
 Owns the order of a restore: wait for the destination, check that source and destination are the same session,
-compare and copy block by block, check that neither moved meanwhile, answer. Invariant: once the destination was
-seen waiting it gets exactly one answer, whatever happens; and DONE only if every position was copied from a source
-that was valid before and after. After the answer nothing of it is written any more: the engine may compute into
-those blocks.
+compare and copy block by block, check that neither moved meanwhile and that no fault of a GPU came between, answer.
+Invariant: once the destination was seen waiting it gets exactly one answer, whatever happens; and DONE only if every
+position was copied from a source that was valid before and after. After the answer nothing of it is written any more:
+the engine may compute into those blocks.
 """
 
 import asyncio
@@ -84,6 +84,8 @@ class Restorer:
         try:
             slot = await self._arrivals.waiting(reader, order.session, order.to_generation, deadline)
             began = time.monotonic()
+            if order.source is not None:
+                self._sources.check_untouched(order.source[0])
             pool = await self._sources.pool_of(reader)
             if order.source is None:
                 destination = destination_of(order, reader, slot, pool, deadline)
@@ -169,6 +171,7 @@ class Restorer:
                     "recomputing from the journal",
                 )
         coverage.check_unchanged(origin.reader, steps.covered)
+        self._sources.check_untouched(source[0])
         return steps.to, done
 
     async def _from_store(self, order: Order, to: Destination) -> Copied:

@@ -138,6 +138,9 @@ class Snapshotter:
                 if now < self._failing_until or (written is not None and now - written.at < self._policy.every_s):
                     continue
                 try:
+                    if not self._sources.is_untouched(path):
+                        # Known and said; nothing of it will be stored for as long as its engine lives.
+                        break
                     await self._take(path, slot, self._policy.tail_tokens)
                 except MoverError as error:
                     self._drop(error)
@@ -177,6 +180,7 @@ class Snapshotter:
         async with self._one_at_a_time:
             if self._owners.get(slot.session, 0) > slot.generation:
                 return 0
+            self._sources.check_untouched(path)
             reader = self._sources.reader(path)
             pool = await self._sources.pool(path)
             owner = (path, slot.session, slot.generation)
@@ -196,6 +200,7 @@ class Snapshotter:
                 async with _draft(self._store) as draft:
                     names = await asyncio.to_thread(_put_blocks, draft, pool, covered, written.names, sums)
                     coverage.check_unchanged(reader, covered)
+                    self._sources.check_untouched(path)
                     manifest = _manifest(reader, pool, covered, names)
                     await asyncio.to_thread(draft.publish, manifest)
             except StoreError as error:

@@ -2,7 +2,8 @@
 
 Owns the mappings. Invariant: what is mapped stays mapped until `release`, whatever becomes of its file, its holder
 or its worker; memory in use by a thread is unmapped only when that thread lets go of it. Arenas are read on the
-event loop alone.
+event loop alone. Knows which arenas a fault of a GPU may have touched: whoever takes KV from one asks, before and
+after.
 """
 
 import asyncio
@@ -15,11 +16,12 @@ from typing import Any
 from ...session.arena import ArenaReader
 from ...session.errors import ArenaError, PoolError
 from ...session.held import HolderClient
-from ...session.layout import PoolMeta
+from ...session.layout import PoolMeta, cuda_memory
 from .device_pool import Devices, open_device_pool
 from .host_pool import open_host_pool
 from .pools import Pool
 from .protocol import MoverError, Reason
+from .suspects import Suspect, Suspects
 
 ARENAS_MAX = 64
 POOLS_MAX = 64
@@ -32,15 +34,18 @@ class _Arena:
     reader: ArenaReader
     identity: tuple[int, int]
     pool: Pool | None = None
+    # Where its pool lies, as soon as that is known, be it mapped or not.
+    memory: str = ""
     open_until: float = 0.0
 
 
 class Sources:
     """Arenas by path and their pools by name, opened when they are first needed."""
 
-    def __init__(self, holder: HolderClient, devices: Devices) -> None:
+    def __init__(self, holder: HolderClient, devices: Devices, suspects: Suspects) -> None:
         self._holder = holder
         self._devices = devices
+        self._suspects = suspects
         self._arenas: dict[Path, _Arena] = {}
         self._pools: dict[str, Pool] = {}
 
@@ -52,7 +57,7 @@ class Sources:
         """The pool of the arena at `path`, fetched from the holder when it is not mapped yet. Raises MoverError."""
         arena = self._open(path)
         if arena.pool is None:
-            arena.pool = await self._map(path, _pool_name(path, arena.reader))
+            arena.pool = await self._map(path, arena, _pool_name(path, arena.reader))
             self._unmap_unused()
         return arena.pool
 
@@ -73,6 +78,32 @@ class Sources:
         arena = self._open(path)
         if arena.pool is None and (arena.reader.facts() or {}).get("pools"):
             await self.pool(path)
+
+    def check_untouched(self, path: Path) -> None:
+        """Raise MoverError(FAULT) if a fault of a GPU may have touched an arena's KV, and ARENA if it is not there.
+
+        A fault that nobody was told of yet counts.
+        """
+        arena = self._open(path)
+        self.note_fault()
+        self._suspects.check(path, arena.identity)
+
+    def is_untouched(self, path: Path) -> bool:
+        """Whether `check_untouched` finds no fault. Raises MoverError(ARENA)."""
+        try:
+            self.check_untouched(path)
+        except MoverError as error:
+            if error.reason is not Reason.FAULT:
+                raise
+            return False
+        return True
+
+    def note_fault(self) -> None:
+        """Note the open arenas that a fault of a GPU may have touched, if there was one."""
+        gpu = self._devices.faulty
+        if gpu is not None:
+            in_reach = [(path, arena) for path, arena in self._arenas.items() if _in_reach(arena, gpu)]
+            self._suspects.add(Suspect(path, arena.identity, gpu) for path, arena in in_reach)
 
     def release(self, path: Path) -> bool:
         """Let go of an arena, and of its pool when no other arena uses it; False if it was not open."""
@@ -118,14 +149,14 @@ class Sources:
         self._arenas[path] = opened
         return opened
 
-    async def _map(self, path: Path, name: str) -> Pool:
+    async def _map(self, path: Path, arena: _Arena, name: str) -> Pool:
         known = self._pools.get(name)
         if known is not None:
             return known
         if len(self._pools) >= POOLS_MAX:
             raise MoverError(Reason.POOL, f"{POOLS_MAX} pools are mapped; release the arenas of dead workers")
         try:
-            mapped = await asyncio.to_thread(_fetch, self._holder, self._devices, name)
+            mapped = await asyncio.to_thread(_fetch, self._holder, self._devices, name, arena)
         except PoolError as error:
             raise MoverError(Reason.POOL, f"arena {path}: {error}") from error
         # Two that wanted it at once get the same one.
@@ -159,10 +190,22 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _fetch(holder: HolderClient, devices: Devices, name: str) -> Pool:
+def _in_reach(arena: _Arena, gpu: str) -> bool:
+    """Whether the pool of an arena lies on a GPU, or was mapped there."""
+    if arena.pool is not None:
+        return gpu in arena.pool.gpus
+    if arena.memory:
+        return arena.memory == cuda_memory(gpu)
+    # Nobody could say yet where it lies: it may be there.
+    return bool((arena.reader.facts() or {}).get("pools"))
+
+
+def _fetch(holder: HolderClient, devices: Devices, name: str, arena: _Arena) -> Pool:
     fd, body = holder.get(name)
     try:
         meta = PoolMeta.from_json(body)
+        # From before the GPU is used for it: that may be what fails.
+        arena.memory = meta.memory
         if meta.gpu_uuid is None:
             return open_host_pool(name, fd, meta)
         return open_device_pool(devices, name, fd, meta)

@@ -139,12 +139,17 @@ class Watcher:
                     self._follower.ended(path, slots.get(owner, slot))
         if self._follower is not None:
             self._follower.seen(path, list(live.values()))
+        if not self._sources.is_untouched(path):
+            # Nothing will be taken from there, and reading it may be what a GPU fails of.
+            return
         await self._prepare(path)
         if path not in self._sealed:
             await self._look(path, reader, live)
 
     async def seal(self, path: Path) -> int:
         """Sum what has no sum yet of the live sessions of a writer that is dead, tails too; how many blocks."""
+        # Sums of what a fault may have touched would make it look sound.
+        self._sources.check_untouched(path)
         reader, pool = self._sources.reader(path), await self._sources.pool(path)
         room = self._sums.room
         due = []

@@ -21,13 +21,14 @@ from midstream.sidecar.mover.client import MoverClient
 from midstream.sidecar.mover.device import Devices
 from midstream.sidecar.mover.device_pool import DevicePool, open_device_pool
 from midstream.sidecar.mover.process import FAULT_STATUS
-from midstream.sidecar.mover.protocol import MoverError
+from midstream.sidecar.mover.protocol import MoverError, Reason
 from support.device_rig import DeviceWorker, block_bytes, read_bytes, write_bytes
 from support.mover_rig import Processes, layout_of, prompt_hash
 
 pytestmark = pytest.mark.gpu
 
 SESSION = SessionId("1" * 32)
+OTHER = SessionId("2" * 32)
 PROMPT = [5, 6, 7, 8, 9, 10]
 OUTPUTS = list(range(100, 140))
 
@@ -254,12 +255,13 @@ async def test_in_place_blocks_are_compared_and_none_is_copied(
     again.writer.close()
 
 
-async def test_an_error_of_the_card_ends_the_mover_and_another_one_works(
+async def test_an_error_of_the_card_ends_the_mover_and_the_next_one_takes_nothing_that_it_may_have_touched(
     holder: HolderClient, processes: Processes, old: DeviceWorker, new: DeviceWorker, tmp_path: Path
 ) -> None:
     old.run(SESSION, PROMPT, OUTPUTS, range(20, 32))
     waits = new.wait(SESSION, PROMPT, OUTPUTS, range(40, 52))
-    path = tmp_path / "faulty.sock"
+    # The next mover finds at its own socket what this one has noted.
+    path = processes.mover_path
     command = [sys.executable, "-c", FAULTY, "--socket", str(path), "--holder", str(processes.holder_path)]
     faulty = await asyncio.to_thread(subprocess.Popen, command, stderr=subprocess.PIPE, text=True)
     for _ in range(1000):
@@ -282,9 +284,22 @@ async def test_an_error_of_the_card_ends_the_mover_and_another_one_works(
     client = MoverClient(processes.start_mover())
     again = new.wait(SESSION, PROMPT, OUTPUTS, range(60, 72), generation=3)
     result = await client.restore(SESSION, source=(old.arena, 1), to_arena=new.arena, to_generation=3, deadline_s=20)
+    assert (result.ok, result.reason) == (False, "fault"), result
+    assert again.inbox() == (LoadState.FAILED, 0)
+    for request in (client.verify(old.arena, SESSION, 1), client.seal(old.arena), client.sound(old.arena)):
+        with pytest.raises(MoverError) as caught:
+            await request
+        assert caught.value.reason is Reason.FAULT
+    # The card works: an engine that came after the fault is restored from, into the one that lives on.
+    later = DeviceWorker(tmp_path, "later", holder)
+    later.run(OTHER, PROMPT, OUTPUTS, range(20, 32))
+    waits = new.wait(OTHER, PROMPT, OUTPUTS, range(80, 92), generation=4)
+    result = await client.restore(OTHER, source=(later.arena, 1), to_arena=new.arena, to_generation=4, deadline_s=20)
     assert result.ok, result
-    assert again.inbox() == (LoadState.DONE, 45)
+    assert waits.inbox() == (LoadState.DONE, 45)
+    assert new.right([*PROMPT, *OUTPUTS], range(45), range(80, 92)) == list(range(45))
     await client.close()
+    later.close()
 
 
 @pytest.fixture

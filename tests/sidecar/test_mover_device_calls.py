@@ -7,7 +7,7 @@ import pytest
 
 from midstream.session.errors import PoolError
 from midstream.sidecar.mover import device_calls
-from midstream.sidecar.mover.device_calls import Calls, DeviceFault
+from midstream.sidecar.mover.device_calls import Calls, DeviceFault, Faults
 
 
 class Status(enum.IntEnum):
@@ -29,7 +29,7 @@ class Scripted:
 
 def calls_of(driver: Any = None) -> tuple[Calls, list[str]]:
     told: list[str] = []
-    return Calls(driver, told.append), told
+    return Calls(driver, Faults(told.append), "GPU-1"), told
 
 
 def test_values_come_without_their_status() -> None:
@@ -74,6 +74,22 @@ def test_a_gpu_that_never_answers_is_a_fault(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(DeviceFault, match="has not answered"):
         calls.wait(object(), "copy")
     assert len(told) == 1
+    assert "GPU-1" in told[0]
+
+
+def test_a_fault_of_one_gpu_ends_the_calls_on_all_and_says_which_it_was() -> None:
+    known: list[str | None] = []
+    faults = Faults(lambda text: known.append(faults.gpu))
+    one, other = Calls(None, faults, "GPU-1"), Calls(None, faults, "GPU-2")
+    assert faults.gpu is None
+    with pytest.raises(DeviceFault):
+        other.do((Status.CUDA_ERROR_ILLEGAL_ADDRESS,), "launch")
+    with pytest.raises(DeviceFault, match="GPU-2"):
+        one.check()
+    with pytest.raises(DeviceFault, match="GPU-2"):
+        one.do((Status.CUDA_ERROR_ILLEGAL_ADDRESS,), "launch")
+    # Known before anybody was told.
+    assert known == ["GPU-2"]
 
 
 def test_who_waits_for_a_stream_is_let_go_when_another_has_met_a_fault() -> None:

@@ -4,6 +4,7 @@ The GPU here is one that keeps a number for each block and copies it, with the r
 that number, and one that differs from what was expected is not copied.
 """
 
+import errno
 import os
 from array import array
 from collections.abc import Callable
@@ -31,6 +32,7 @@ class Card:
 
     def __init__(self, ordinal: int, memory: Memory) -> None:
         self.ordinal = ordinal
+        self.gpu = f"GPU-{ordinal}"
         self.memory = memory
         self.jobs: list[Job] = []
 
@@ -124,6 +126,37 @@ def test_a_damaged_block_stops_its_own_session_alone(
         if index != session:
             assert done[index].damaged is None
             assert [new[block] for block in work.destinations] == [old[block] for block in work.sources]
+
+
+def test_a_pool_is_in_reach_of_the_gpus_that_have_copied_from_it(rig: Rig) -> None:
+    here, there = Card(0, rig.memory), Card(1, rig.memory)
+    (source, old), (destination, _) = rig.pool(here, 100), rig.pool(there, 500)
+    assert (source.gpus, destination.gpus) == ({"GPU-0"}, {"GPU-1"})
+    source.copy_all(destination, works_of(old), lambda: None)
+    assert (source.gpus, destination.gpus) == ({"GPU-0", "GPU-1"}, {"GPU-1"})
+
+
+def test_a_mover_without_a_free_descriptor_maps_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mapped:
+        address, closed = 1 << 30, False
+
+        def close(self) -> None:
+            self.closed = True
+
+    mapped: list[Mapped] = []
+
+    def map_pool(fd: int, size_bytes: int, device: int) -> Mapped:
+        mapped.append(Mapped())
+        return mapped[-1]
+
+    def refuse(fd: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(vram, "map_device_pool", map_pool)
+    monkeypatch.setattr(os, "dup", refuse)
+    with pytest.raises(PoolError, match="pool of 100: Too many open files"):
+        rig.pool(Card(0, rig.memory), 100)
+    assert [one.closed for one in mapped] == [True]
 
 
 def test_blocks_that_lie_where_they_should_are_not_counted_as_copied(rig: Rig) -> None:

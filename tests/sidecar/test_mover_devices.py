@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from midstream.session.layout import PoolMeta, cuda_memory
 from midstream.sidecar.mover import device
 from midstream.sidecar.mover.client import MoverClient
 from midstream.sidecar.mover.process import FAULT_STATUS
-from midstream.sidecar.mover.protocol import MoverError
+from midstream.sidecar.mover.protocol import MoverError, Reason
 from support.mover_rig import KEY, Processes, Worker
 
 SESSION = SessionId("1" * 32)
@@ -31,14 +31,10 @@ OUTPUTS = [100, 101, 102]
 # A mover whose first GPU fails as soon as it is asked for.
 FAILING = """
 import sys
-from midstream.session.errors import PoolError
 from midstream.sidecar.mover import process
-class Failing:
-    def __init__(self, on_fault):
-        self.on_fault = on_fault
+class Failing(process.Devices):
     def get(self, gpu_uuid):
-        self.on_fault("cannot run 3 blocks: CUDA_ERROR_ECC_UNCORRECTABLE")
-        raise PoolError("gone")
+        raise self._faults.happened(gpu_uuid, "cannot run 3 blocks: CUDA_ERROR_ECC_UNCORRECTABLE")
 process.Devices = Failing
 sys.exit(process.main(sys.argv[1:]))
 """
@@ -122,20 +118,33 @@ def test_a_gpu_that_was_refused_is_tried_again_less_and_less_often(monkeypatch: 
     assert 2 <= len(tries) <= 3
 
 
+async def reason_of(request: Awaitable[object]) -> Reason | None:
+    """Why a request was refused."""
+    try:
+        await request
+    except MoverError as error:
+        return error.reason
+    return None
+
+
+async def start_failing(processes: Processes, folder: Path) -> tuple["subprocess.Popen[str]", MoverClient]:
+    command = [sys.executable, "-c", FAILING, "--socket", str(processes.mover_path)]
+    command += ["--holder", str(processes.holder_path), "--store", str(folder / "store"), "--poll-s", "0.005"]
+    mover = await asyncio.to_thread(subprocess.Popen, command, stderr=subprocess.PIPE, text=True)
+    for _ in range(1000):
+        if processes.mover_path.exists():
+            break
+        await asyncio.sleep(0.01)
+    return mover, MoverClient(processes.mover_path)
+
+
 async def test_a_gpu_that_fails_ends_the_mover_with_its_reason_and_no_engine_waits(
     holder: HolderClient, processes: Processes, tmp_path: Path
 ) -> None:
     on_gpu, new = on_a_gpu(tmp_path, "gpu", holder), Worker(tmp_path, "new", holder)
     on_gpu.run(SESSION, PROMPT, OUTPUTS, [1, 2])
     waits = new.wait(SESSION, PROMPT, OUTPUTS, [5, 6])
-    path = tmp_path / "failing.sock"
-    command = [sys.executable, "-c", FAILING, "--socket", str(path), "--holder", str(processes.holder_path)]
-    mover = await asyncio.to_thread(subprocess.Popen, command, stderr=subprocess.PIPE, text=True)
-    for _ in range(1000):
-        if path.exists():
-            break
-        await asyncio.sleep(0.01)
-    client = MoverClient(path)
+    mover, client = await start_failing(processes, tmp_path)
     # It may be gone before it has answered on its socket.
     with contextlib.suppress(MoverError):
         result = await client.restore(
@@ -150,3 +159,91 @@ async def test_a_gpu_that_fails_ends_the_mover_with_its_reason_and_no_engine_wai
     await client.close()
     for one in (on_gpu, new):
         one.close()
+
+
+async def test_what_a_fault_may_have_touched_is_refused_by_every_mover_after_it_and_the_rest_is_not(
+    holder: HolderClient, processes: Processes, tmp_path: Path
+) -> None:
+    on_gpu, untold = on_a_gpu(tmp_path, "gpu", holder), on_a_gpu(tmp_path, "untold", holder)
+    old, new = Worker(tmp_path, "old", holder), Worker(tmp_path, "new", holder)
+    for worker, session in ((on_gpu, SESSION), (old, OTHER)):
+        worker.run(session, PROMPT, OUTPUTS, [1, 2])
+    # Snapshots that were stored before stay good.
+    client = MoverClient(processes.start_mover("--store", str(tmp_path / "store")))
+    assert (await client.snapshot(old.arena, OTHER)).stored == 1
+    await client.close()
+    assert processes.mover is not None
+    processes.mover.terminate()
+    assert await asyncio.to_thread(processes.mover.wait, 20) == 0
+    mover, client = await start_failing(processes, tmp_path)
+    with contextlib.suppress(MoverError):
+        await client.watch(old.arena, "old")
+        await client.watch(on_gpu.arena, "gpu")
+    await asyncio.to_thread(mover.communicate, timeout=20)
+    assert mover.returncode == FAULT_STATUS
+    await client.close()
+    noted = f"{processes.mover_path}.suspects"
+    assert os.stat(noted).st_mode & 0o777 == 0o600
+    for again in range(2):
+        client = MoverClient(processes.start_mover("--store", str(tmp_path / "store"), "--poll-s", "0.005"))
+        waits = new.wait(SESSION, PROMPT, OUTPUTS, [5, 6], 2 + again)
+        result = await client.restore(
+            SESSION, source=(on_gpu.arena, 1), to_arena=new.arena, to_generation=2 + again, deadline_s=5
+        )
+        assert (result.ok, result.reason) == (False, "fault")
+        assert "snapshots that were stored before, or from the journal" in result.error
+        assert str(on_gpu.arena) in result.error
+        assert "GPU-00000000-0000-0000-0000-000000000000" in result.error
+        assert waits.inbox() == (LoadState.FAILED, 0)
+        refused = (
+            client.verify(on_gpu.arena, SESSION, 1),
+            client.snapshot(on_gpu.arena, SESSION),
+            client.seal(on_gpu.arena),
+            client.sound(on_gpu.arena),
+        )
+        reasons = await asyncio.gather(*map(reason_of, refused))
+        assert reasons == [Reason.FAULT] * 4
+        assert (await client.status())["failures_fault"] == 2
+        # Neither host memory, nor an engine that no mover had seen at the fault, nor what was stored.
+        await client.sound(untold.arena)
+        served = new.wait(OTHER, PROMPT, OUTPUTS, [7, 8], 2 + again)
+        result = await client.restore(
+            OTHER, source=(old.arena, 1) if again else None, to_arena=new.arena, to_generation=2 + again, deadline_s=5
+        )
+        assert result.ok, result
+        assert served.inbox() == (LoadState.DONE, 8)
+        for slot in (waits, served):
+            slot.finish("abort")
+        await client.close()
+        processes.mover.terminate()
+        assert await asyncio.to_thread(processes.mover.wait, 20) == 0
+    # With its arena goes the note.
+    on_gpu.arena.unlink()
+    client = MoverClient(processes.start_mover())
+    await client.status()
+    assert os.path.basename(noted) not in os.listdir(tmp_path)
+    await client.close()
+    for one in (on_gpu, untold, old, new):
+        one.close()
+
+
+async def test_a_mover_that_cannot_note_what_is_suspect_stays_and_refuses_it(
+    holder: HolderClient, processes: Processes, tmp_path: Path
+) -> None:
+    on_gpu = on_a_gpu(tmp_path, "gpu", holder)
+    on_gpu.run(SESSION, PROMPT, OUTPUTS, [1, 2])
+    in_the_way = f"{processes.mover_path}.suspects.new"
+    os.mkdir(in_the_way)
+    mover, client = await start_failing(processes, tmp_path)
+    await client.watch(on_gpu.arena, "gpu")
+    await asyncio.sleep(1.5)
+    assert mover.poll() is None
+    for request in (client.sound(on_gpu.arena), client.verify(on_gpu.arena, SESSION, 1)):
+        assert await reason_of(request) is Reason.FAULT
+    os.rmdir(in_the_way)
+    _, log = await asyncio.to_thread(mover.communicate, timeout=20)
+    assert mover.returncode == FAULT_STATUS
+    assert log.count("event=suspects_not_saved") == 1
+    assert os.access(f"{processes.mover_path}.suspects", os.R_OK)
+    await client.close()
+    on_gpu.close()

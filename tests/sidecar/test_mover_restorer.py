@@ -19,6 +19,7 @@ from midstream.sidecar.mover.protocol import MoverError, Reason
 from midstream.sidecar.mover.restorer import Restorer
 from midstream.sidecar.mover.sources import Sources
 from midstream.sidecar.mover.sums import Sums
+from midstream.sidecar.mover.suspects import Suspects
 from support.mover_rig import KEY, Processes, Worker, prompt_hash
 
 SESSION = SessionId("1" * 32)
@@ -85,7 +86,8 @@ class Bench:
         )
         self.store = SlowStore(manifest, b"\7" * layout.block_bytes)
         self.counters = Counters()
-        self.restorer = Restorer(Sources(holder, Devices(pytest.fail)), Sums(), self.counters, self.store)
+        sources = Sources(holder, Devices(pytest.fail), Suspects(folder / "suspects"))
+        self.restorer = Restorer(sources, Sums(), self.counters, self.store)
         self.slot = self.worker.wait(SESSION, PROMPT, OUTPUTS, [5, 6])
 
     def order(self, deadline_s: float = 10.0) -> Order:

@@ -18,6 +18,7 @@ from midstream.sidecar.mover.pools import Pace, Pool
 from midstream.sidecar.mover.protocol import MoverError, Reason
 from midstream.sidecar.mover.sources import Sources
 from midstream.sidecar.mover.sums import Sums
+from midstream.sidecar.mover.suspects import Suspect, Suspects
 from midstream.sidecar.mover.watcher import Watcher
 from support.mover_rig import Processes, Worker
 
@@ -66,7 +67,9 @@ class Bench:
                 return noted
 
         self.sums, self.counters = Sums(), Counters()
-        self.watcher = Watcher(Paced(holder, Devices(pytest.fail)), self.sums, self.counters)
+        self.suspects = Suspects(folder / "suspects")
+        sources = Paced(holder, Devices(pytest.fail), self.suspects)
+        self.watcher = Watcher(sources, self.sums, self.counters)
         self.watcher.watch(self.worker.arena, "one")
 
     def run(self, number: int, blocks: Sequence[int], outputs: int = 15) -> None:
@@ -202,4 +205,22 @@ async def test_a_pool_that_cannot_be_read_is_a_named_reason(processes: Processes
     bench.calls.fails = False
     await bench.turn()
     assert bench.sums.count == 5
+    bench.worker.close()
+
+
+async def test_what_a_fault_may_have_touched_is_not_read_any_more(processes: Processes, tmp_path: Path) -> None:
+    bench = Bench(tmp_path, processes, HOST)
+    bench.run(1, range(10, 16))
+    await bench.turn()
+    before = len(bench.calls.blocks)
+    assert before > 0
+    status = bench.worker.arena.stat()
+    bench.suspects.add([Suspect(bench.worker.arena, (status.st_dev, status.st_ino), "GPU-1")])
+    bench.run(2, range(20, 26))
+    await bench.turn()
+    assert bench.watcher.live_sessions() == 2
+    with pytest.raises(MoverError) as caught:
+        await bench.watcher.seal(bench.worker.arena)
+    assert caught.value.reason is Reason.FAULT
+    assert len(bench.calls.blocks) == before
     bench.worker.close()
