@@ -78,9 +78,15 @@ class Suspects:
     def save(self) -> None:
         """Put on stable storage what is not there yet; for any thread. Raises OSError."""
         with self._lock:
-            if self._unsaved and not self._unreadable:
+            if not self._unsaved or self._unreadable:
+                return
+            # What is added while this is written is not saved by it.
+            self._unsaved = False
+            try:
                 self._write([suspect for suspect in list(self._by_arena.values()) if _is_there(suspect)])
-                self._unsaved = False
+            except BaseException:
+                self._unsaved = True
+                raise
 
     def _load(self) -> None:
         try:
@@ -92,10 +98,10 @@ class Suspects:
             return
         try:
             noted = _decode(raw)
+            there = [suspect for suspect in noted if _is_there(suspect)]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             self._refuse_all(error)
             return
-        there = [suspect for suspect in noted if _is_there(suspect)]
         self.add(there)
         # It was on disk already; only those that are gone are news, and can wait.
         self._unsaved = False

@@ -1,8 +1,10 @@
 """A restore inside one process, where a test can hold it at any point."""
 
 import asyncio
+import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,10 @@ from midstream.session.manifest import Manifest
 from midstream.session.store import Draft, StoredSnapshot, StoreFigures, Swept
 from midstream.sidecar.mover.counters import Counters
 from midstream.sidecar.mover.device import Devices
+from midstream.sidecar.mover.device_calls import Faults
+from midstream.sidecar.mover.host_pool import HostPool
 from midstream.sidecar.mover.orders import Order
+from midstream.sidecar.mover.pools import Copied, Copies, Pool
 from midstream.sidecar.mover.protocol import MoverError, Reason
 from midstream.sidecar.mover.restorer import Restorer
 from midstream.sidecar.mover.sources import Sources
@@ -98,12 +103,17 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    processes = Processes(tmp_path)
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    started = Processes(tmp_path)
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def bench(processes: Processes, tmp_path: Path) -> Iterator[Bench]:
     bench = Bench(tmp_path, processes)
     yield bench
     bench.worker.close()
-    processes.stop()
 
 
 async def test_a_cancelled_restore_answers_only_when_nothing_writes_any_more(bench: Bench) -> None:
@@ -168,3 +178,41 @@ async def test_a_snapshot_of_another_layout_is_not_written(bench: Bench) -> None
         assert (await bench.restorer.restore(bench.order())).reason == "layout"
         bench.store.manifest = kept
     assert not bench.written()
+
+
+@pytest.mark.parametrize(("failing", "reason"), [("GPU-1", "fault"), ("GPU-2", "")])
+async def test_a_restore_that_was_copied_while_the_gpu_of_its_source_failed_is_no_restore(
+    processes: Processes, tmp_path: Path, failing: str, reason: str
+) -> None:
+    faults = Faults(lambda text: None)
+
+    class Failing(HostPool):
+        def copy_all(self, destination: Pool, works: Sequence[Copies], started: Callable[[], object]) -> list[Copied]:
+            done = super().copy_all(destination, works, started)
+            faults.happened(failing, "cannot run another one's blocks")
+            return done
+
+    class OnGpu(Sources):
+        async def pool(self, path: Path) -> Pool:
+            found = await super().pool(path)
+            assert isinstance(found, HostPool)
+            if path == old.arena:
+                made = Failing(found.name, found.layout, found.fingerprint, found.view, found.identity)
+                found = self._arenas[path].pool = replace(made, gpus=frozenset({"GPU-1"}))
+            return found
+
+    holder = processes.start_holder()
+    old, new = Worker(tmp_path, "old", holder), Worker(tmp_path, "new", holder)
+    devices = Devices(pytest.fail)
+    devices._faults = faults
+    suspects = Suspects(tmp_path / "suspects")
+    restorer = Restorer(OnGpu(holder, devices, suspects), Sums(), Counters(), None)
+    old.run(SESSION, PROMPT, OUTPUTS, [1, 2])
+    waits = new.wait(SESSION, PROMPT, OUTPUTS, [5, 6])
+    result = await restorer.restore(Order(SESSION, SESSION, (old.arena, 1), new.arena, 2, 5.0))
+    assert (result.ok, result.reason) == (not reason, reason)
+    assert waits.inbox() == ((LoadState.FAILED, 0) if reason else (LoadState.DONE, 8))
+    suspects.save()
+    assert ("suspects" in os.listdir(tmp_path)) is bool(reason)
+    for worker in (old, new):
+        worker.close()

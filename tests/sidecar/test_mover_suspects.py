@@ -109,6 +109,8 @@ def test_the_newest_are_kept(path: Path, tmp_path: Path, monkeypatch: pytest.Mon
         b'{"v": 1, "suspects": [{"arena": "/a", "identity": ["1", "2"], "gpu": "x"}]}',
         b'{"v": 1, "suspects": [{"arena": 1, "identity": [1, 2], "gpu": "x"}]}',
         b'{"v": 1, "suspects": [{"arena": "/a", "identity": [1, 2]}]}',
+        b'{"v": 1, "suspects": [{"arena": "/a\\u0000", "identity": [1, 2], "gpu": "x"}]}',
+        b'{"v": 1, "suspects": [{"arena": "/\\ud800", "identity": [1, 2], "gpu": "x"}]}',
         b"\xff",
     ],
 )
@@ -157,3 +159,22 @@ def test_a_note_that_could_not_be_written_is_written_later_and_what_was_there_st
     suspects.save()
     assert refused(Suspects(path), other)
     assert not in_the_way.exists()
+
+
+def test_what_is_added_while_others_are_saved_is_saved_after_them(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = arena_at(tmp_path / "one.arena"), arena_at(tmp_path / "other.arena")
+    suspects = Suspects(path)
+    suspects.add([one])
+    rename = os.rename
+
+    def add_and_rename(old: str, new: Path) -> None:
+        suspects.add([other])
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", add_and_rename)
+    suspects.save()
+    assert [refused(Suspects(path), each) for each in (one, other)] == [True, False]
+    suspects.save()
+    assert [refused(Suspects(path), each) for each in (one, other)] == [True, True]
