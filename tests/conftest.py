@@ -3,6 +3,7 @@
 Engines' environments hold no midstream: what tests start there has it on its path, as `midstream run` does it.
 """
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +21,12 @@ _ENGINES = ("MIDSTREAM_TEST_TRANSFORMERS_PYTHON", "MIDSTREAM_TEST_VLLM_PYTHON")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give every process that a test starts the plugin's folder; this interpreter keeps its own path."""
+    with contextlib.suppress(ImportError):
+        from hypothesis import HealthCheck, settings
+
+        # How long an example takes is no property of what is tested, and engines run beside it.
+        settings.register_profile("beside engines", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("beside engines")
     if any(os.environ.get(name) for name in _ENGINES):
         folder = tempfile.TemporaryDirectory(prefix="midstream-test-plugin-")
         config.add_cleanup(folder.cleanup)
@@ -49,8 +56,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest part begins first; all else stays in its order."""
-    items.sort(key=lambda item: _part(item.nodeid) != VLLM)
+    """The longest part begins first, and ends with those who share a pair, which idles for nobody else then."""
+
+    def place(item: pytest.Item) -> tuple[bool, bool]:
+        shares = "vllm_pair" in getattr(item, "fixturenames", ()) or "[vllm" in item.nodeid
+        return _part(item.nodeid) != VLLM, shares
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")
