@@ -19,8 +19,11 @@ from midstream.session.ids import SessionId
 from midstream.session.layout import PoolMeta, cuda_memory
 from midstream.sidecar.mover import device
 from midstream.sidecar.mover.client import MoverClient
+from midstream.sidecar.mover.device_calls import Faults
 from midstream.sidecar.mover.process import FAULT_STATUS
 from midstream.sidecar.mover.protocol import MoverError, Reason
+from midstream.sidecar.mover.sources import Sources
+from midstream.sidecar.mover.suspects import Suspects
 from support.mover_rig import KEY, Processes, Worker
 
 SESSION = SessionId("1" * 32)
@@ -59,12 +62,15 @@ async def mover(processes: Processes, holder: HolderClient) -> AsyncIterator[Mov
     await client.close()
 
 
-def on_a_gpu(folder: Path, name: str, holder: HolderClient) -> Worker:
+GPU = "GPU-00000000-0000-0000-0000-000000000000"
+
+
+def on_a_gpu(folder: Path, name: str, holder: HolderClient, gpu: str = GPU) -> Worker:
     """A worker that says its pool is on a GPU: of such a descriptor nobody but the driver knows better."""
     made = Worker(folder, name, holder)
     fd = os.eventfd(0)
     made.pool_name = f"{name}/2/0"
-    memory = cuda_memory("GPU-00000000-0000-0000-0000-000000000000")
+    memory = cuda_memory(gpu)
     meta = PoolMeta(made.size, made.layout, made.layout.fingerprint(), {}, memory, "0" * 32)
     holder.put(made.pool_name, fd, meta.to_json())
     os.close(fd)
@@ -116,6 +122,36 @@ def test_a_gpu_that_was_refused_is_tried_again_less_and_less_often(monkeypatch: 
         time.sleep(0.001)
     # At once, after 0.05 s and after 0.1 s more; the next time would be after 0.2 s more.
     assert 2 <= len(tries) <= 3
+
+
+async def test_a_fault_touches_what_lies_on_its_gpu_and_what_nobody_could_place_yet(
+    holder: HolderClient, tmp_path: Path
+) -> None:
+    here, there = on_a_gpu(tmp_path, "here", holder), on_a_gpu(tmp_path, "there", holder, GPU[:-1] + "1")
+    host, starting, unplaced = (Worker(tmp_path, name, holder) for name in ("host", "starting", "unplaced"))
+    starting.writer.publish({"key": KEY, "pools": []})
+    workers = (here, there, host, starting, unplaced)
+    faults = Faults(lambda text: None)
+    devices = device.Devices(pytest.fail)
+    devices._faults = faults
+    suspects = Suspects(tmp_path / "suspects")
+    sources = Sources(holder, devices, suspects)
+    for worker in (here, there):
+        # There is no CUDA here, but where it lies is known from then on.
+        with pytest.raises(MoverError):
+            await sources.prepare(worker.arena)
+    await sources.prepare(host.arena)
+    for worker in (starting, unplaced):
+        sources.reader(worker.arena)
+    assert all(sources.is_untouched(worker.arena) for worker in workers)
+    faults.happened(GPU, "cannot run 3 blocks")
+    assert [sources.is_untouched(worker.arena) for worker in workers] == [False, True, True, True, False]
+    suspects.save()
+    noted = Suspects(tmp_path / "suspects")
+    sources = Sources(holder, device.Devices(pytest.fail), noted)
+    assert [sources.is_untouched(worker.arena) for worker in workers] == [False, True, True, True, False]
+    for worker in workers:
+        worker.close()
 
 
 async def reason_of(request: Awaitable[object]) -> Reason | None:
