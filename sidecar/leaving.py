@@ -13,7 +13,7 @@ from ..session.ticket import claimed_epoch
 
 _WORKERS = "workers"
 HOLDER = "holder.sock"
-_FILES = ("url", "control.sock", "control.sock.lock", "mover.sock", "mover.sock.lock")
+_FILES = ("url", "control.sock", "control.sock.lock", "mover.sock", "mover.sock.lock", "mover.sock.suspects")
 _FOLDERS = ("plugin-*", ".plugin-*", _WORKERS)
 
 

@@ -19,6 +19,7 @@ from midstream.session.held import HolderClient, create_host_pool
 from midstream.session.layout import Plane, PoolLayout, PoolMeta
 from midstream.session.ticket import CLAIMED, TICKET, claim_ticket, worker_dir
 from midstream.sidecar.leaving import tidy
+from midstream.sidecar.mover.suspects import suspects_beside
 from midstream.sidecar.state_dir import owned_state_dir
 
 CLI = [sys.executable, "-m", "midstream.sidecar.cli"]
@@ -103,6 +104,13 @@ def test_a_pool_keeps_the_holder_and_the_folder(state: Path) -> None:
     os.close(fd)
     end(sidecar)
     assert [pool.name for pool in HolderClient(state / "holder.sock").list()] == ["b/1/0"]
+
+
+def test_what_a_mover_noted_of_a_fault_goes_with_the_mover(state: Path) -> None:
+    state.mkdir()
+    suspects_beside(str(state / "mover.sock")).write_text("[]")
+    tidy(state)
+    assert list(state.iterdir()) == []
 
 
 def test_a_claim_whose_arena_is_gone_is_nobody_s_place(state: Path) -> None:
