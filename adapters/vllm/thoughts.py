@@ -26,9 +26,11 @@ def _catching_up(original: Any) -> Any:
         if not batch_update:
             return
         try:
-            for index, _, _, outputs in batch_update.added:
-                if outputs and index in self._state:
-                    catch_up(self, self._state[index], outputs)
+            for _, _, _, outputs in batch_update.added:
+                # By its outputs and not by its row: rows were moved since it was added.
+                state = next((s for s in self._state.values() if s.get("output_tok_ids") is outputs), None)
+                if outputs and state is not None:
+                    catch_up(self, state, outputs)
         except Exception:
             report("budget of thoughts")
 

@@ -105,7 +105,10 @@ THINKING = {"enable_thinking": True}
 
 
 def _thinks_first(prompt: str) -> dict[str, Any]:
-    """An answer that begins in its thoughts, with a budget for them: counted from the word in the prompt."""
+    """An answer that begins in its thoughts, with a budget for them: counted from the word in the prompt.
+
+    For those who are alone: when it has ended, this vLLM may end the thoughts of whoever gets its row of the batch.
+    """
     return {
         "messages": [{"role": "user", "content": f"{prompt} <think>"}],
         "chat_template_kwargs": THINKING,
@@ -148,14 +151,16 @@ FEATURES: tuple[Feature, ...] = (
         logit_bias={str(THINK_END_ID): 9.5},
     ),
     _chat(
-        "JSON schema after reasoning, cut in the thoughts", cuts=(10,), max_tokens=90, response_format=_schema(PERSON),
+        "JSON schema after reasoning, cut in the thoughts", cuts=(10,), alone=True, max_tokens=90,
+        response_format=_schema(PERSON),
         **_thinks_first("Describe a person as JSON."),
     ),
     _chat(
-        "JSON schema after reasoning, cut in the object", cuts=(45,), max_tokens=90, response_format=_schema(PERSON),
+        "JSON schema after reasoning, cut in the object", cuts=(45,), alone=True, max_tokens=90,
+        response_format=_schema(PERSON),
         **_thinks_first("Describe a person as JSON."),
     ),
-    _chat("thinking_token_budget", cuts=(10, 28), ignore_eos=True, **_thinks_first(STORY)),
+    _chat("thinking_token_budget", cuts=(10, 28), alone=True, ignore_eos=True, **_thinks_first(STORY)),
     _chat("cache_salt", cache_salt="pepper"),
     _chat("priority", priority=-5),
     _text("chunked prefill", LONG_PROMPT, temperature=1, seed=7),
