@@ -12,8 +12,9 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
 BIN := .venv/bin
 READY := .venv/.ready
 TIMES := --durations=10 --durations-min=2
-# vLLM's tests in one process, all others in the other (tests/conftest.py).
-TWO := --numprocesses 2 --dist loadscope --no-loadscope-reorder
+# With four cores or more vLLM's tests run in one process and all others in another (tests/conftest.py); two pairs of
+# engines at once are more than two cores can do in good time.
+TWO := $(shell [ "$$(nproc 2> /dev/null || echo 1)" -ge 4 ] && echo --numprocesses 2 --dist loadscope --no-loadscope-reorder)
 # Prints the path of an engine's environment or of a model, building it first if need be.
 ENSURE := $(BIN)/python -m midstream.sidecar.environments ensure
 

@@ -8,6 +8,6 @@ import pytest_asyncio
 
 @pytest_asyncio.fixture
 async def http() -> AsyncIterator[aiohttp.ClientSession]:
-    """A client that never waits for more than three minutes."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(180)) as session:
+    """A client that never waits for more than six minutes, which two starts of an engine can take."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(360)) as session:
         yield session

@@ -182,6 +182,9 @@ def test_nobody_can_tell_a_moved_answer_from_an_undisturbed_one(
         assert differences(case.plain, case.moved, within=_within(feature)) == []
     # One whose old owner has written the whole answer before its KV was copied is taken up again, for its ending.
     came_to = [o for o in case.outcomes if o["outcome"] != "interrupted"]
+    if came_to[-1]["tier"] == "journal":
+        # The one before found no KV any more, and what it began to compute was never sent.
+        came_to = came_to[-len(feature.cuts) :]
     assert [(o["reason"], o["outcome"]) for o in came_to] == [("move", feature.outcome)] * len(feature.cuts)
     if feature.outcome == "exact":
         # Nothing but the newest token's KV was computed again.

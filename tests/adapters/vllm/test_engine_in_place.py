@@ -13,7 +13,7 @@ from midstream.loadtest.client import read_stream
 from midstream.loadtest.harness import Victim
 from support.vllm_rig import BLOCK_TOKENS, CHAT, COMPLETIONS, Case, Rig, chat, completion, require_same, undisturbed
 
-pytestmark = [pytest.mark.engine, pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.vllm, pytest.mark.timeout(700)]
 
 STORY = "Write a long story about a dog named Max."
 # More than one block, so that those who begin with it share one.
