@@ -61,9 +61,17 @@ class Moved:
     sessions: tuple[SessionId, ...]
 
     @property
+    def came_to(self) -> list[dict[str, Any]]:
+        """The outcomes, but for those of takeovers that were interrupted themselves.
+
+        A session whose old owner came to the end before its KV was copied is taken up again, for its ending.
+        """
+        return [outcome for outcome in self.outcomes if outcome["outcome"] != "interrupted"]
+
+    @property
     def names(self) -> list[str]:
-        """The outcomes' names."""
-        return [outcome["outcome"] for outcome in self.outcomes]
+        """The names of what it came to."""
+        return [outcome["outcome"] for outcome in self.came_to]
 
 
 class Stage:
