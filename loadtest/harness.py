@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -206,3 +207,16 @@ def kill_worker(pid: int, victim: Victim) -> list[str]:
         except psutil.NoSuchProcess:
             continue
     return names
+
+
+def end_tree(root: "subprocess.Popen[Any]", within_s: float) -> None:
+    """SIGKILL a process that was started here with all that it has started, and wait until they are gone."""
+    doomed: list[psutil.Process] = []
+    with suppress(psutil.NoSuchProcess):
+        top = psutil.Process(root.pid)
+        doomed = [*top.children(recursive=True), top]
+    for process in doomed:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(doomed, timeout=within_s)
+    root.wait(within_s)

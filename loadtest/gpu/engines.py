@@ -18,6 +18,7 @@ import aiohttp
 import psutil
 
 from ...session.errors import EngineError
+from ..harness import end_tree
 from .models import SERVED_AS
 
 LOOK_S = 0.1
@@ -131,15 +132,7 @@ class Engine:
         """End all of its processes."""
         if self._process is None:
             return
-        doomed: list[psutil.Process] = []
-        with suppress(psutil.NoSuchProcess):
-            root = psutil.Process(self._process.pid)
-            doomed = [*root.children(recursive=True), root]
-        for process in doomed:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(doomed, timeout=20)
-        self._process.wait(20)
+        end_tree(self._process, 20)
         self._process = None
 
 

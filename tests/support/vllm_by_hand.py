@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from midstream.adapters.vllm.adapter import KV_TRANSFER_CONFIG
+from midstream.loadtest.harness import end_tree
 from midstream.sidecar import plugin_path
 from midstream.sidecar.environments import VLLM_ENVIRON
 
@@ -63,12 +64,5 @@ class ByHand:
         """SIGKILL all of it, and wait until it is gone."""
         if self.process is None:
             return
-        with suppress(psutil.NoSuchProcess):
-            root = psutil.Process(self.process.pid)
-            doomed = [*root.children(recursive=True), root]
-            for process in doomed:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-            psutil.wait_procs(doomed, timeout=10)
-        self.process.wait(10)
+        end_tree(self.process, 10)
         self.process = None
