@@ -1,8 +1,9 @@
 """The arena: one file of shared memory per worker epoch, with the journals and block tables of its sessions.
 
 Owns the mapping and the file's geometry (docs/formats.md). One process writes an arena (the engine's core), the
-sidecar and the mover read it; the mover alone writes the inbox cells. Whatever instant the writer is killed at,
-everything that a reader accepts is true: records and cells prove themselves (records.py, cells.py).
+sidecar and the mover read it; the mover alone writes the inbox cells, and each rank of an engine that has several its
+own commit record. Whatever instant the writer is killed at, everything that a reader accepts is true: records and cells
+prove themselves (records.py, cells.py, commits.py).
 
 Does not decide what a session may do; does not touch KV.
 """
@@ -19,6 +20,16 @@ from typing import Any
 from zlib import crc32
 
 from .cells import NO_PAGE, PAGE_BYTES, ChainReader, chain_seed
+from .commits import (
+    COMMIT_BYTES,
+    COMMITS_OFFSET,
+    MARKS_OFFSET,
+    RANKS_MAX,
+    agreed_step,
+    committed_len,
+    decode_marks,
+    newest_commit,
+)
 from .errors import ArenaError
 from .ids import SessionId
 from .records import (
@@ -286,7 +297,30 @@ class ArenaReader:
     def kv_len(self, slot: Slot) -> int:
         """How many leading positions have KV in the session's blocks now; 0 when the slot is no longer its own."""
         now = self.refresh(slot)
-        return 0 if now is None else complete_kv_len(now, len(self.journal(now)))
+        return 0 if now is None else complete_kv_len(now, self.committed(now, len(self.journal(now))))
+
+    def commits(self) -> tuple[int | None, ...]:
+        """The step that each rank has done, in the order of the engine's pools; () where it has one rank or none.
+
+        An engine with one rank needs none: a token that it journaled is of a step that it has done.
+        """
+        pools = (self.facts() or {}).get("pools")
+        if not isinstance(pools, list) or len(pools) < 2:
+            return ()
+        if len(pools) > RANKS_MAX:
+            return (None,) * len(pools)
+        lines = ((rank, COMMITS_OFFSET + rank * COMMIT_BYTES) for rank in range(len(pools)))
+        return tuple(newest_commit(rank, bytes(self._map.view[at : at + COMMIT_BYTES])) for rank, at in lines)
+
+    def committed(self, slot: Slot, journal_len: int) -> int:
+        """How many of the first `journal_len` outputs of a slot's session are of steps that all ranks have done."""
+        commits = self.commits()
+        if not commits:
+            return journal_len
+        start = self._map.slot_offset(slot.index)
+        raw = bytes(self._map.view[start + MARKS_OFFSET : start + SLOT_BYTES])
+        marks = decode_marks(slot.session, slot.generation, raw)
+        return committed_len(journal_len, slot.resumed, marks, agreed_step(commits))
 
     def table(self, slot: Slot) -> Table:
         """The session's blocks; ArenaError when the table was replaced while it was read."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from .arena import KIND_JOURNAL, KIND_TABLE, ArenaMap, Counter
 from .cells import NO_PAGE, ChainWriter, chain_seed
+from .commits import MARK_BYTES, encode_mark, mark_offset
 from .ids import SessionId
 from .records import (
     INBOX_BYTES,
@@ -89,6 +90,11 @@ class ArenaWriter:
         self._map.view[offset : offset + RECORD_BYTES] = encode_record(slot)
         return slot
 
+    def write_mark(self, slot: Slot, journal_len: int, step: int) -> None:
+        """Say which step the newest output of a slot's session is of."""
+        offset = self._map.slot_offset(slot.index) + mark_offset(journal_len)
+        self._map.view[offset : offset + MARK_BYTES] = encode_mark(slot.session, slot.generation, journal_len, step)
+
     def sequence_of(self, index: int) -> int:
         """The newest sequence number in a slot, so that a new session's records outrank the old one's."""
         offset = self._map.slot_offset(index)
@@ -163,6 +169,11 @@ class SlotWriter:
     def append_tokens(self, ids: Iterable[int]) -> bool:
         """Journal output tokens; call it before they can reach anybody."""
         return self._alive and (self._journal.append(ids) or self._drop())
+
+    def mark(self, step: int) -> None:
+        """What is journaled up to here is of this step, or of earlier ones: for engines with several ranks."""
+        if self._alive:
+            self._arena.write_mark(self._slot, len(self._journal), step)
 
     def append_blocks(self, ids: Iterable[int]) -> bool:
         """Add blocks at the end of the table; call it before the step that writes to them."""

@@ -147,12 +147,16 @@ def complete_kv_len(slot: Slot, journal_len: int) -> int:
 
     A token in the journal commits the KV of all positions before it, under the table in which it was computed. A
     session that was preempted keeps its journal while its new blocks are computed again, so nothing counts until its
-    journal has grown under the new table; re-entered outputs count only if their KV was loaded.
+    journal has grown under the new table; re-entered outputs count only if their KV was loaded, and for as long as the
+    table is the one that it was loaded under. Of an engine with several ranks, `journal_len` is what all of them have
+    committed.
     """
     if slot.load is LoadState.WAITING or journal_len == 0:
         return 0
     complete = slot.prompt_len + journal_len - 1
     if slot.resumed and journal_len <= slot.resumed:
+        if slot.table_journal > slot.resumed:
+            return 0
         return min(slot.loaded, complete) if slot.load is LoadState.DONE else 0
     return complete if journal_len > slot.table_journal else 0
 
