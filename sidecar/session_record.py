@@ -124,6 +124,13 @@ def has_settled(record: Record, slot: Slot | None) -> bool:
     return len(record.owner.journal(slot)) > slot.resumed
 
 
+def mover_has_the_word(record: Record, slot: Slot | None) -> bool:
+    """Whether the new owner was refused its KV, and the mover has yet to say why: it tells the engine first."""
+    if record.restore is None or record.restore.done() or slot is None:
+        return False
+    return slot.load is LoadState.FAILED
+
+
 def has_only_replayed(record: Record) -> bool:
     """Whether the new owner's engine has the session in its arena, and has computed nothing for it."""
     slot = record.owner.slot()

@@ -11,12 +11,14 @@ import time
 from ..proxy.coordinator import LEAST_EXACT_FIRST, Outcome
 from ..session.records import Slot
 from .metrics import Metrics
-from .session_record import Place, Record, has_kv, has_only_replayed, has_settled, outcome_of
+from .session_record import Place, Record, has_kv, has_only_replayed, has_settled, mover_has_the_word, outcome_of
 from .workers import Workers
 
 _LOG = logging.getLogger("midstream.coordinator")
 
 LOOK_EVERY_S = 0.01
+# The mover answers right after it has told the engine; whoever waits for the outcome waits no longer for the reason.
+REASON_WITHIN_S = 0.25
 
 
 class Settling:
@@ -47,6 +49,8 @@ class Settling:
                 # It may have computed what nothing in its arena tells of: that is not called exact.
                 break
             await asyncio.sleep(LOOK_EVERY_S)
+        if record.restore is not None and mover_has_the_word(record, record.owner.slot()):
+            await asyncio.wait({record.restore}, timeout=REASON_WITHIN_S)
         outcome, failed = outcome_of(record, record.owner.slot(), 0.0)
         return outcome, failed.detail
 
@@ -61,7 +65,8 @@ class Settling:
         """Say what the last failover came to, if it is known; `over`: there is nothing more to wait for."""
         if record.gap_s is None:
             return True
-        if not (over or has_settled(record, record.owner.slot())):
+        seen = record.owner.slot()
+        if not over and (not has_settled(record, seen) or mover_has_the_word(record, seen)):
             return False
         # Read anew: what the engine says of its KV is written before the token by which it is seen to have settled.
         slot = record.owner.slot()

@@ -230,4 +230,3 @@ async def test_s1_no_secret_is_in_anothers_answer(stage: Stage, manner: Manner) 
         require_equal(got.told, plain, within=WITHIN)
         said = got.told.text("text").upper()
         assert not [other for other in SECRETS if other != secret and other in said]
-        assert manner is EMBEDDED or secret in said

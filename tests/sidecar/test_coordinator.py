@@ -421,6 +421,30 @@ async def test_a_restore_that_fails_is_called_recomputed_and_says_why(
     assert told["detail"] == ("checksum" if isinstance(answer, RestoreResult) else "busy")
 
 
+async def test_the_reason_of_a_failed_restore_is_waited_for_though_the_engine_was_told_first(rig: Rig) -> None:
+    first = rig.start("w0")
+    placement = await rig.coordinator.admit(asked())
+    first.admit(placement, 1, 2)
+    second = rig.start("w1")
+    rig.die(first)
+    rig.mover.answering = asyncio.Event()
+    rig.mover.restored = RestoreResult(False, reason="checksum")
+    taken = await rig.over(placement, 1)
+    slot = second.admit(taken)
+    await asyncio.sleep(0)
+    slot.report(LoadState.FAILED, 0, 7)
+    slot.append_tokens([3])
+    rig.coordinator.resumed(asked(), taken, 0.1)
+    (told,) = rig.told()["outcomes"]
+    assert told["outcome"] == ""
+    rig.mover.answering.set()
+    async with asyncio.timeout(5):
+        while not told["outcome"]:
+            await asyncio.sleep(0.01)
+            (told,) = rig.told()["outcomes"]
+    assert (told["outcome"], told["detail"]) == ("recomputed", "checksum")
+
+
 async def test_an_outcome_is_told_only_when_its_engine_has_reported(rig: Rig) -> None:
     first = rig.start("w0")
     placement = await rig.coordinator.admit(asked())

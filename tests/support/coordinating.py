@@ -36,6 +36,8 @@ class FakeMover:
     origins: list[SessionId] = field(default_factory=list)
     finished: list[tuple[SessionId, int]] = field(default_factory=list)
     during: asyncio.Event | None = None
+    # The answers of restores come when this is set.
+    answering: asyncio.Event | None = None
 
     async def restore(
         self,
@@ -49,6 +51,8 @@ class FakeMover:
     ) -> RestoreResult:
         self.restores.append((source, to_arena, to_generation))
         self.origins.append(origin or session)
+        if self.answering is not None:
+            await self.answering.wait()
         return said(self.restored)
 
     async def verify(self, arena: Path, session: SessionId, generation: int) -> VerifyResult:

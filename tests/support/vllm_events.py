@@ -17,7 +17,7 @@ from midstream.session.ids import SessionId
 from midstream.sidecar.control_client import ControlClient
 
 from .event_answers import joined
-from .vllm_rig import ASK_REPORT, Rig
+from .vllm_rig import ASK_REPORT, Rig, before_its_end
 
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
@@ -140,6 +140,10 @@ def _take(heard: Heard, part: bytes) -> None:
 
 async def moved(rig: Rig, http: aiohttp.ClientSession, case: EventCase, cut: int) -> Heard:
     """An answer whose session is moved to the other worker when `cut` tokens are journaled."""
+    return await before_its_end(lambda: _moved(rig, http, case, cut))
+
+
+async def _moved(rig: Rig, http: aiohttp.ClientSession, case: EventCase, cut: int) -> Heard:
     moves: list[asyncio.Task[int]] = []
 
     async with ControlClient(rig.sidecar.state_dir) as control:

@@ -5,19 +5,24 @@ die in one kill, which is what a start of vLLM costs.
 """
 
 import asyncio
+import atexit
+import functools
 import os
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import pytest
 
 from midstream.loadtest.client import Answer, read_stream, read_whole
 from midstream.loadtest.harness import SidecarProcess, Victim, kill_worker
+from midstream.session.errors import Refused
 from midstream.sidecar.environments import VLLM_ENVIRON
+from support.vllm_models import shallow
 
 PYTHON_VARIABLE = "MIDSTREAM_TEST_VLLM_PYTHON"
 MODEL_VARIABLE = "MIDSTREAM_TEST_MODEL"
@@ -27,15 +32,39 @@ BLOCK_TOKENS = 128
 START_S = 240.0
 ADMISSION_S = 30.0
 ASK_REPORT = {"X-Midstream-Report": "1"}
+TRIES = 3
+T = TypeVar("T")
 
 
-def vllm_command(*options: str) -> list[str]:
-    """The command of one small worker; skips the test where this machine has no vLLM."""
-    python, model = os.environ.get(PYTHON_VARIABLE), os.environ.get(MODEL_VARIABLE)
-    if not python or not model:
-        pytest.skip(f"{PYTHON_VARIABLE} and {MODEL_VARIABLE} name no vLLM and no model")
+def whole_model() -> Path:
+    """The demo's model; skips the test where this machine has none."""
+    model = os.environ.get(MODEL_VARIABLE)
+    if not model:
+        pytest.skip(f"{MODEL_VARIABLE} names no model; `make test` sets it")
+    return Path(model)
+
+
+def shallow_model() -> Path:
+    """The demo's model without its middle layers, for those who do not care what it says."""
+    return _shallow(whole_model())
+
+
+@functools.cache
+def _shallow(model: Path) -> Path:
+    # Gone with this process.
+    parent = tempfile.TemporaryDirectory(prefix="midstream-test-model-")
+    atexit.register(parent.cleanup)
+    return shallow(model, Path(parent.name) / "shallow")
+
+
+def vllm_command(*options: str, model: Path | None = None) -> list[str]:
+    """The command of one small worker (of a shallow model); skips the test where this machine has no vLLM."""
+    python = os.environ.get(PYTHON_VARIABLE)
+    if not python:
+        pytest.skip(f"{PYTHON_VARIABLE} names no vLLM; `make test` sets it")
+    folder = str(model or shallow_model())
     return [
-        python, str(Path(python).with_name("vllm")), "serve", model, "--served-model-name", "smollm2",
+        python, str(Path(python).with_name("vllm")), "serve", folder, "--served-model-name", "smollm2",
         "--enforce-eager", "--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "8", *options,
     ]  # fmt: skip
 
@@ -73,10 +102,13 @@ class Rig:
         workers: int,
         settings: Mapping[str, object] | None = None,
         environ: Mapping[str, str] | None = None,
+        model: Path | None = None,
     ) -> None:
         environ = {**VLLM_ENVIRON, **(environ or {})}
         self.workers = workers
-        self.sidecar = SidecarProcess(vllm_command(*options), workers=workers, environ=environ, settings=settings)
+        self.sidecar = SidecarProcess(
+            vllm_command(*options, model=model), workers=workers, environ=environ, settings=settings
+        )
 
     def start(self) -> None:
         """Start it and wait for all workers."""
@@ -173,6 +205,20 @@ class Rig:
             for filler in fillers:
                 filler.cancel()
             await asyncio.gather(*fillers, return_exceptions=True)
+
+
+async def before_its_end(attempt: Callable[[], Awaitable[T]]) -> T:
+    """What comes of an attempt to move a session in the midst of its answer, as soon as that was not over before.
+
+    Its owner writes on until the move is asked for, and on a busy machine that may be all of it.
+    """
+    for _ in range(TRIES - 1):
+        try:
+            return await attempt()
+        except Refused as refused:
+            if refused.reason != "ended":
+                raise
+    return await attempt()
 
 
 async def undisturbed(rig: Rig, http: aiohttp.ClientSession, cases: Sequence[Case]) -> list[Answer]:

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,9 +17,8 @@ import pytest_asyncio
 
 from midstream.session.ids import SessionId
 from midstream.sidecar.control_client import ControlClient
-from support import vllm_rig
 from support.vllm_events import MESSAGES, RESPONSES, EventCase, Heard, hear, killed, moved
-from support.vllm_rig import CHAT, Rig
+from support.vllm_rig import CHAT, Rig, shallow_model
 from support.vllm_thinking import thinking_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -38,8 +36,10 @@ MESSAGE_TOOLS = {
     "tool_choice": {"type": "any"},
 }
 PROMPT = "Count to ten."
-# What the model says to that begins: I'm sorry for any misglamour. I'm here to help you with whatever you're ...
-ENOUGH = "\u0120here"
+# The shallow model says to that: pecysicalim scarcealikhish completelytencepterirf Muir eventzerirf morblessercevir non
+# transitve feel virtual ...
+ENOUGH = "\u0120Muir"
+STOP = ["whatever", "feel virt"]
 
 
 def response(*cuts: int, **more: Any) -> EventCase:
@@ -63,12 +63,12 @@ CASES = {
     "response": response(1, 8, 12, 13, 14, 15, 40),
     "response that calls a tool": response(5, 14, 22, 26, max_output_tokens=90, **RESPONSE_TOOLS),
     "response in a schema": response(10, 17, 25, **RESPONSE_SCHEMA),
-    "response with a stop string": response(3, 16, stop=["whatever", "spell"]),
+    "response with a stop string": response(3, 16, stop=STOP),
     "sampled response": response(10, 30, **SAMPLED),
     "message": message(1, 8, 12, 13, 14, 15, 40),
     "message that calls a tool": message(5, 14, 22, 26, max_tokens=90, **MESSAGE_TOOLS),
     "message in a schema": message(10, 17, 25, **MESSAGE_SCHEMA),
-    "message with a stop sequence": message(3, 12, stop_sequences=["whatever", "spell"]),
+    "message with a stop sequence": message(3, 12, stop_sequences=STOP),
     "hidden": hidden(1, 10, 14, 30, stream_options={"include_usage": True}),
 }
 
@@ -76,12 +76,9 @@ CASES = {
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """A sidecar with two workers whose model thinks first, and may call tools."""
-    given = Path(vllm_rig.vllm_command()[3])
-    model = thinking_until(ENOUGH, given, tmp_path_factory.mktemp("models") / "thinking")
+    model = thinking_until(ENOUGH, shallow_model(), tmp_path_factory.mktemp("models") / "thinking")
     options = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "deepseek_r1")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(vllm_rig.MODEL_VARIABLE, str(model))
-        rig = Rig(*options, "--max-num-seqs", "16", workers=2)
+    rig = Rig(*options, "--max-num-seqs", "16", workers=2, model=model)
     try:
         rig.start()
         yield rig

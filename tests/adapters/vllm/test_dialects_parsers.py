@@ -19,7 +19,7 @@ from midstream.proxy.sse import Event, SseParser
 from midstream.sidecar.environments import VLLM_ENVIRON
 from support.event_answers import joined
 from support.vllm_models import with_thinking_tokens
-from support.vllm_rig import MODEL_VARIABLE, PYTHON_VARIABLE
+from support.vllm_rig import vllm_command, whole_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -39,13 +39,10 @@ DRAWN = re.compile(r'"((?:rs|msg|fc)_|chatcmpl-tool-|)[0-9a-f]{16,32}"')
 
 @cache
 def parsed(folder: Path) -> dict[str, Any]:
-    python, model = os.environ.get(PYTHON_VARIABLE), os.environ.get(MODEL_VARIABLE)
-    if not python or not model:
-        pytest.skip(f"{PYTHON_VARIABLE} and {MODEL_VARIABLE} name no vLLM and no model")
-    thinking = with_thinking_tokens(Path(model), folder / "thinking")
+    thinking = with_thinking_tokens(whole_model(), folder / "thinking")
     script = Path(next(iter(support.__path__))) / "vllm_parsed.py"
     done = subprocess.run(
-        [python, str(script), str(thinking), json.dumps(CASES)],
+        [vllm_command()[0], str(script), str(thinking), json.dumps(CASES)],
         env={**os.environ, **VLLM_ENVIRON},
         stdout=subprocess.PIPE,
         check=True,

@@ -6,12 +6,11 @@ kills do is in the other files. A client must not be able to tell a moved answer
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -23,7 +22,7 @@ from midstream.sidecar.control_client import ControlClient
 from support.told import Told, differences, tell
 from support.vllm_features import FEATURES, Feature
 from support.vllm_models import with_thinking_tokens
-from support.vllm_rig import ASK_REPORT, MODEL_VARIABLE, Rig
+from support.vllm_rig import ASK_REPORT, Rig, before_its_end, shallow_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -50,14 +49,9 @@ class Ran:
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """Two workers of a model that can think and call tools."""
-    model = os.environ.get(MODEL_VARIABLE)
-    if model is None:
-        pytest.skip(f"{MODEL_VARIABLE} names no model")
-    folder = with_thinking_tokens(Path(model), tmp_path_factory.mktemp("model") / "thinking")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(MODEL_VARIABLE, str(folder))
-        # Many cases share two cores: how long a copy takes is not what is tested here.
-        rig = Rig(*OPTIONS, workers=2, settings={"restore.load_timeout_s": 60})
+    model = with_thinking_tokens(shallow_model(), tmp_path_factory.mktemp("model") / "thinking")
+    # Many cases share two cores: how long a copy takes is not what is tested here.
+    rig = Rig(*OPTIONS, workers=2, settings={"restore.load_timeout_s": 60}, model=model)
     rig.sidecar.store = tmp_path_factory.mktemp("store")
     try:
         rig.start()
@@ -82,7 +76,7 @@ async def _run(rig: Rig) -> dict[str, Ran | BaseException]:
         async def one(feature: Feature) -> Ran:
             async with free:
                 plain = await tell(http, rig.sidecar.url + feature.path, feature.body, **ASK_REPORT)
-                moved = await _moved(rig, http, control, feature)
+                moved = await before_its_end(partial(_moved, rig, http, control, feature))
                 return Ran(plain, moved, await _outcomes(rig, http, moved.headers[SESSION]))
 
         crowd = [f for f in FEATURES if not f.alone]

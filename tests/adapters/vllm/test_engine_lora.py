@@ -1,7 +1,6 @@
 """Two real vLLM workers with adapters: KV belongs to the adapter's weights, and goes nowhere without them."""
 
 import asyncio
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from midstream.session.ids import SessionId
 from midstream.sidecar.control_client import ControlClient
 from support.told import Told, differences, tell
 from support.vllm_models import RANK, write_adapter
-from support.vllm_rig import ASK_REPORT, CHAT, MODEL_VARIABLE, Rig, chat
+from support.vllm_rig import ASK_REPORT, CHAT, Rig, chat, shallow_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -25,11 +24,8 @@ SESSION = "X-Midstream-Session"
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two adapters for the demo's model, of different weights."""
-    model = os.environ.get(MODEL_VARIABLE)
-    if model is None:
-        pytest.skip(f"{MODEL_VARIABLE} names no model")
-    folder = tmp_path_factory.mktemp("adapters")
-    return write_adapter(Path(model), folder / "one", 1), write_adapter(Path(model), folder / "two", 2)
+    model, folder = shallow_model(), tmp_path_factory.mktemp("adapters")
+    return write_adapter(model, folder / "one", 1), write_adapter(model, folder / "two", 2)
 
 
 @pytest.fixture(scope="module")
