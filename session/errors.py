@@ -3,6 +3,7 @@
 MidstreamError
 ├── ConfigError        a setting is wrong; the text names its place
 ├── ArenaError         an arena cannot be created, mapped or read
+├── LifelineError      a lifeline cannot be created, held or watched
 ├── PoolError          a pool cannot be placed, found or mapped
 ├── StoreError         a stored snapshot is missing, torn or not readable
 │   └── CorruptError   bytes differ from what their checksum promises
@@ -24,6 +25,10 @@ class ConfigError(MidstreamError):
 
 class ArenaError(MidstreamError):
     """An arena cannot be created, mapped or read."""
+
+
+class LifelineError(MidstreamError):
+    """A lifeline cannot be created, held or watched."""
 
 
 class PoolError(MidstreamError):
