@@ -8,6 +8,7 @@ prove themselves (records.py, cells.py, commits.py).
 Does not decide what a session may do; does not touch KV.
 """
 
+import ctypes
 import json
 import mmap
 import os
@@ -129,6 +130,7 @@ class ArenaMap:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._kept: ctypes.c_char | None = None
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
@@ -162,6 +164,18 @@ class ArenaMap:
         if len(self.view) < geometry.size_bytes:
             raise ArenaError(f"arena {self.path}: cut short ({len(self.view)} of {geometry.size_bytes} bytes)")
         return geometry
+
+    @property
+    def header_bytes(self) -> int:
+        """The size of the header: counters and commits are in it."""
+        return _FACTS_OFFSET
+
+    @property
+    def address(self) -> int:
+        """Where the arena is mapped in this process. It stays mapped for good then: others may have the address."""
+        if self._kept is None:
+            self._kept = ctypes.c_char.from_buffer(self.view)
+        return ctypes.addressof(self._kept)
 
     def slot_offset(self, index: int) -> int:
         """Where a slot begins in `view`."""
@@ -205,7 +219,9 @@ class ArenaMap:
         }
 
     def close(self) -> None:
-        """Unmap; the file stays."""
+        """Unmap, unless the address was asked for; the file stays."""
+        if self._kept is not None:
+            return
         pages = getattr(self, "pages", None)
         if pages is not None:
             pages.release()

@@ -56,7 +56,7 @@ def commit_offset(rank: int, step: int) -> int:
 
 def newest_commit(rank: int, line: bytes) -> int | None:
     """The step that a rank's COMMIT_BYTES tell; None when they tell none."""
-    steps = []
+    steps: list[int] = []
     for (cell,) in _CELL.iter_unpack(line[: 2 * _CELL.size]):
         step = cell % STEPS
         if cell == commit_cell(rank, step):

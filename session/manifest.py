@@ -28,7 +28,8 @@ class Manifest:
 
     `outputs` are the ids with which the session goes on: all whose predecessor has KV, so
     `kv_len == prompt_len + len(outputs) - 1`. `key` is the compatibility key, `fingerprint`
-    (32 hex digits) that of the pool layout.
+    (32 hex digits) that of the pool layout. Of an engine with several `ranks` a chunk has the parts of a block of all
+    of them, as of the `step` up to which all had committed.
     """
 
     session: SessionId
@@ -43,6 +44,8 @@ class Manifest:
     outputs: tuple[int, ...]
     chunks: tuple[str, ...]
     created_at: float
+    ranks: int = 1
+    step: int = 0
 
     def __post_init__(self) -> None:
         if self.prompt_len < 1 or not self.outputs or self.kv_len != self.prompt_len + len(self.outputs) - 1:
@@ -54,11 +57,16 @@ class Manifest:
             raise ValueError(
                 f"{len(self.chunks)} chunks of {self.block_tokens} tokens are not what {self.kv_len} positions need"
             )
+        if self.ranks < 1 or (self.ranks == 1 and self.step):
+            raise ValueError(f"{self.ranks} ranks have no step {self.step} in common")
 
 
 def encode(manifest: Manifest) -> bytes:
     """The canonical bytes of a manifest: one line with its checksum, one line of JSON."""
     body = {field.name: getattr(manifest, field.name) for field in fields(manifest)}
+    if manifest.ranks == 1:
+        # As it was before there were ranks: whoever knows none can read it.
+        del body["ranks"], body["step"]
     body |= {"v": MANIFEST_VERSION, "key": dict(manifest.key)}
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     return _MAGIC + hashlib.blake2b(text, digest_size=_DIGEST_HEX // 2).hexdigest().encode() + b"\n" + text + b"\n"
@@ -79,6 +87,7 @@ def decode(stored: bytes) -> Manifest:
         if body.pop("v") != MANIFEST_VERSION:
             raise CorruptError(f"manifest: not of version {MANIFEST_VERSION}; read it with the midstream that wrote it")
         _check_kinds(body)
+        _check_ranks(body)
         body |= {"session": session_id(body["session"]), "outputs": tuple(body["outputs"])}
         return Manifest(**body | {"chunks": tuple(body["chunks"])})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -98,6 +107,14 @@ def _check_kinds(body: dict[str, Any]) -> None:
         raise ValueError("outputs must be token ids")
     if not all(isinstance(name, str) and _HEX.fullmatch(name) for name in body["chunks"]):
         raise ValueError("chunks must be names of 32 hex digits")
+
+
+def _check_ranks(body: dict[str, Any]) -> None:
+    """Either is there with the other alone; one rank has no step to agree on."""
+    if "ranks" not in body and "step" not in body:
+        return
+    if not _whole(body["ranks"]) or body["ranks"] < 2 or not _whole(body["step"]):
+        raise ValueError(f"ranks is {body['ranks']!r:.40} and step {body['step']!r:.40}")
 
 
 def _whole(value: object) -> bool:

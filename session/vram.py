@@ -88,6 +88,23 @@ def map_device_pool(fd: int, size_bytes: int, device: int) -> DeviceMapping:
             return _map(driver, handle, size_bytes, device)
 
 
+def register_host(address: int, size_bytes: int, device: int) -> int:
+    """Let GPU `device` write into this process's own memory, whole pages of it; where it finds them. PoolError."""
+    driver = _driver()
+    what = f"register {size_bytes} bytes of host memory for GPU {device}"
+    flags = int(driver.CU_MEMHOSTREGISTER_PORTABLE) | int(driver.CU_MEMHOSTREGISTER_DEVICEMAP)
+    with current(device):
+        _done(driver.cuMemHostRegister(address, size_bytes, flags), what, "raise the limit on locked memory")
+        return int(_done(driver.cuMemHostGetDevicePointer(address, 0), what))
+
+
+def store_on_stream(stream: int, address: int, value: int, device: int) -> None:
+    """Have GPU `device` store 8 bytes when all that was put on the stream before is done and can be seen. PoolError."""
+    driver = _driver()
+    flag = driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
+    _done(driver.cuStreamWriteValue64(stream, address, value, int(flag)), f"store behind a stream of GPU {device}")
+
+
 def device_count() -> int:
     """How many GPUs this process sees. Raises PoolError where there is no CUDA."""
     return int(_done(_driver().cuDeviceGetCount(), "count the GPUs"))

@@ -25,6 +25,7 @@ class Tier(StrEnum):
     NONE = "none"
 
 
+RANKS_BEHIND = "its ranks had not committed the same step"
 KV_TIERS = frozenset({Tier.HELD, Tier.IN_PLACE, Tier.DISK})
 
 
@@ -34,6 +35,8 @@ class Account:
 
     `journal` are the journaled outputs, `delivered` those that the client has. `held_kv`: the pool of its last epoch is
     still held and its blocks are still its own. `stored_kv_len`: positions that a snapshot on disk covers, 0 for none.
+    `held_outputs`: with how many outputs it can go on from that pool, None for all; fewer than were journaled, or none,
+    where the ranks of its engine had not all committed the newest ones.
     """
 
     journal: tuple[int, ...]
@@ -47,6 +50,7 @@ class Account:
     stored_kv_len: int
     epoch: tuple[str, int]
     key: CompatibilityKey | None
+    held_outputs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,13 +182,15 @@ def _with_pool(
     tiers: frozenset[Tier],
 ) -> Plan | None:
     fitting = matching(account.key, candidates)
-    if not account.held_kv or not fitting:
+    covered = len(cut) if account.held_outputs is None else min(len(cut), account.held_outputs)
+    if not account.held_kv or not fitting or covered < 1:
         return None
     adopted = [c for c in fitting if c.adopted == account.epoch]
     # A session whose blocks lie in a worker's own pool stays there: nothing is copied.
-    if adopted and cut == outputs and Tier.IN_PLACE in tiers:
+    if adopted and covered == len(outputs) and Tier.IN_PLACE in tiers:
         return Plan(_roomiest(adopted), Tier.IN_PLACE, cut, outputs)
-    return Plan(_roomiest(fitting), Tier.HELD, cut, outputs) if Tier.HELD in tiers else None
+    detail = RANKS_BEHIND if covered < len(cut) else ""
+    return Plan(_roomiest(fitting), Tier.HELD, cut[:covered], outputs, detail=detail) if Tier.HELD in tiers else None
 
 
 def _from_disk(
@@ -226,6 +232,8 @@ def _ending(account: Account, outputs: tuple[int, ...], candidates: Sequence[Can
 def _why_no_kv(account: Account, candidates: Sequence[Candidate]) -> str:
     if account.key is None:
         return "the old worker said nothing of its key"
+    if account.held_outputs is not None and account.held_outputs < 1:
+        return RANKS_BEHIND
     if not account.held_kv and account.stored_kv_len == 0:
         return "no KV is left of it"
     differing = {name for c in candidates if c.key is not None for name in account.key.difference(c.key)}

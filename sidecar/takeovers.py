@@ -16,9 +16,21 @@ from ..proxy.coordinator import Placement, Reason
 from ..proxy.problems import NOT_EXACT
 from ..session.errors import Refused
 from ..session.marker import Marker, Resume
-from ..session.records import LoadState, SlotState
+from ..session.records import LoadState, Slot, SlotState
 from ..session.tracker import SessionState
-from .choice import KV_TIERS, Account, Plan, Tier, exactly, has_any_kv, known_outputs, matching, others_first, plan
+from .choice import (
+    KV_TIERS,
+    RANKS_BEHIND,
+    Account,
+    Plan,
+    Tier,
+    exactly,
+    has_any_kv,
+    known_outputs,
+    matching,
+    others_first,
+    plan,
+)
 from .kv_restores import KvRestores
 from .metrics import Metrics
 from .mover.protocol import Reason as MoverReason
@@ -185,6 +197,7 @@ class Takeovers:
             stored_kv_len=0,
             epoch=record.source.epoch.id,
             key=record.source.epoch.key,
+            held_outputs=_committed_by_all(record.source, slot),
         )
 
     async def _with_stored(self, record: Record, account: Account) -> Account:
@@ -210,6 +223,8 @@ class Takeovers:
             record.wish = None
             if record.fetched is None and chosen.tier in KV_TIERS:
                 record.fetched = asyncio.get_running_loop().create_future()
+        if chosen.detail == RANKS_BEHIND:
+            self._tell_of_ranks(record, chosen)
         # What was journaled beyond this is given up: the new owner may go on otherwise.
         record.known = chosen.expected
         record.plan = chosen
@@ -228,6 +243,16 @@ class Takeovers:
             finish=chosen.finish or None,
             fetched=record.fetched,
         )
+
+    def _tell_of_ranks(self, record: Record, chosen: Plan) -> None:
+        source = record.source.epoch
+        self._metrics.restores_refused.labels(MoverReason.RANKS.value).inc()
+        _LOG.warning(
+            "event=ranks_behind session=%s worker=%s generation=%d committed=%s journal=%d cut=%d tier=%s",
+            record.facts.session, source.worker, record.source.generation,
+            "-" if source.arena is None else ",".join(map(str, source.arena.commits())), len(record.known),
+            len(chosen.outputs), chosen.tier.value,
+        )  # fmt: skip
 
     def _restore_ended(self, record: Record, restoring: "asyncio.Task[RestoreResult]") -> None:
         """A restore that failed may leave something better than to compute the KV again where the session is now.
@@ -305,6 +330,17 @@ class Takeovers:
         record.tracker = record.tracker.ended(SessionState.REFUSED)
         self._metrics.failover(reason=record.tracker.failovers[-1].reason, outcome="refused", tier=Tier.NONE.value)
         return Refused(reason, text, retry_after_s=RETRY_AFTER_S)
+
+
+def _committed_by_all(place: Place, slot: Slot | None) -> int | None:
+    """How many of the outputs that were journaled at a place are of steps that all of its engine's ranks have done.
+
+    None where there is one rank: all of them.
+    """
+    arena = place.epoch.arena
+    if slot is None or arena is None or not arena.commits():
+        return None
+    return arena.committed(slot, len(arena.journal(slot)))
 
 
 def _id(chosen: Plan) -> tuple[str, int]:

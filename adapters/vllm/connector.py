@@ -4,6 +4,7 @@
 "midstream.adapters.vllm.connector","kv_role":"kv_both","kv_load_failure_policy":"recompute"}'`
 """
 
+import sys
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -142,4 +143,12 @@ class MidstreamConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing is saved from within a forward pass."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved from within a forward pass."""
+        """Nothing is saved from within a forward pass: this rank only says that it has come to its end."""
+        self._step_done()
+
+    @guarded(default=None)
+    def _step_done(self) -> None:
+        if self.worker_side is not None and self.has_connector_metadata():
+            # vLLM calls this also where the forward pass raised.
+            failed = sys.exc_info()[0] is not None
+            self.worker_side.step_done(self._get_connector_metadata().step, failed=failed)

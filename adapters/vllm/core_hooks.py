@@ -9,6 +9,7 @@ import contextlib
 from typing import Any
 
 from .generators import adopt_generator
+from .group import step_of
 from .guard import guarded, patch, report
 from .marking import resumed_outputs
 
@@ -32,8 +33,8 @@ def _begin(side: Any) -> None:
 
 
 @guarded(default=None)
-def _end(side: Any, outputs: Any) -> None:
-    side.step_ends(outputs)
+def _end(side: Any, outputs: Any, scheduler_output: Any) -> None:
+    side.step_ends(outputs, step_of(scheduler_output))
 
 
 def _journaling(original: Any) -> Any:
@@ -46,7 +47,7 @@ def _journaling(original: Any) -> Any:
         try:
             outputs = original(self, scheduler_output, model_runner_output)
         finally:
-            _end(side, outputs)
+            _end(side, outputs, scheduler_output)
         return outputs
 
     return update_from_output

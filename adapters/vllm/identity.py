@@ -10,6 +10,7 @@ from ...session.held import HolderClient
 from ..alive import told_processes
 from ..weights import model_fingerprint, tokenizer_fingerprint
 from .generators import draws_are_known
+from .group import rank_count
 from .guard import guarded, log, missing
 from .obstacles import obstacles, of_options, plain_version
 from .settings import PluginSettings
@@ -25,7 +26,7 @@ def facts_of(settings: PluginSettings, vllm_config: Any, kv_cache_config: Any) -
     What may be written to is told as it is, whether or not sessions of this engine have KV to come back to: somebody
     else's may lie there.
     """
-    pools, adopted, fingerprint, owners = _pools(settings, vllm_config.parallel_config.tensor_parallel_size)
+    pools, adopted, fingerprint, owners = _pools(settings, rank_count(vllm_config))
     inexact = _inexact(vllm_config, kv_cache_config)
     if inexact:
         log.warning("midstream: no KV of this engine is kept for its sessions, because of %s", ", ".join(inexact))
@@ -81,6 +82,7 @@ def _pools(settings: PluginSettings, ranks: int) -> tuple[list[str], bool, str, 
     adopted.
     """
     names: list[str] = []
+    silent: list[int] = []
     fingerprints: list[str] = []
     owners: list[int] = []
     adopted: list[bool] = []
@@ -95,12 +97,17 @@ def _pools(settings: PluginSettings, ranks: int) -> tuple[list[str], bool, str, 
         names.append(name)
         owners.append(int(meta["owner"]["pid"]))
         adopted.append(bool(meta["owner"].get("adopted_from")))
+        if ranks > 1 and not meta["owner"].get("commits"):
+            silent.append(rank)
         # How a block is made up, and what its bytes mean.
         meaning = meta["owner"].get("meaning")
         fingerprints.append(str(meta["fingerprint"]) + (f"/{meaning}" if meaning else ""))
     if any(adopted) and not all(adopted):
         log.warning("midstream: only some ranks run in the old pools; sessions will be recomputed")
         return [], True, "", owners
+    if silent:
+        log.warning("midstream: ranks %s cannot say what they have done; sessions will be recomputed", silent)
+        return [], any(adopted), "", owners
     return names, any(adopted), "+".join(dict.fromkeys(fingerprints)), owners
 
 

@@ -1,4 +1,4 @@
-"""What travels from scheduler to workers with each step: loads that were begun."""
+"""What travels from scheduler to workers with each step: its number, and loads that were begun."""
 
 from dataclasses import dataclass, field
 
@@ -20,6 +20,7 @@ class Load:
 
 @dataclass
 class StepMeta(KVConnectorMetadata):
-    """Loads begun in this step."""
+    """Loads begun in this step, and its number; 0 where that is not known."""
 
     loads: list[Load] = field(default_factory=list)
+    step: int = 0

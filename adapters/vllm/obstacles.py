@@ -9,6 +9,9 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
+from ...session.commits import RANKS_MAX
+from .group import rank_count
+
 TESTED_VERSIONS = ("0.25.1", "0.32.0")
 # Of one group of layers; subclasses lay out, free or share their blocks otherwise.
 ATTENTION = ("FullAttentionSpec",)
@@ -92,10 +95,19 @@ def _foreign_logits(config: Any) -> bool:
     )
 
 
+def _ranks_without_an_arena(config: Any) -> bool:
+    """More ranks than can say what they have done, or ranks elsewhere: each maps the arena of its engine's core."""
+    parallel = config.parallel_config
+    if parallel.tensor_parallel_size < 2:
+        return False
+    elsewhere = getattr(parallel, "nnodes", 1) > 1 or parallel.distributed_executor_backend != "mp"
+    return elsewhere or rank_count(config) > RANKS_MAX
+
+
 _RULES: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("spec_decode", _is_not_none("speculative_config")),
     ("pipeline_parallel", _more_than_one("pipeline_parallel_size")),
-    ("tensor_parallel", _more_than_one("tensor_parallel_size")),
+    ("tensor_parallel", _ranks_without_an_arena),
     ("data_parallel", _more_than_one("data_parallel_size")),
     ("context_parallel", _more_than_one("decode_context_parallel_size")),
     ("context_parallel_prefill", _more_than_one("prefill_context_parallel_size")),

@@ -18,6 +18,7 @@ from ...session.errors import ArenaError, PoolError
 from ...session.held import HolderClient
 from ...session.layout import PoolMeta
 from ..alive import require_gone
+from .group import rank_of_worker
 from .guard import guarded, log, patch, report
 from .pool_layout import layout_of, meaning_of
 from .settings import PluginSettings, plugin_settings
@@ -227,13 +228,6 @@ def _order_of_dimensions() -> str:
     return str(get_kv_cache_layout())
 
 
-def rank_of_worker() -> int:
-    """The number of this worker among those that share a layer."""
-    from vllm.distributed import get_tensor_model_parallel_rank
-
-    return int(get_tensor_model_parallel_rank())
-
-
 def _kind(device: Any) -> Any:
     if device.type == "cuda":
         from .pool_cuda import CudaMemory
@@ -324,8 +318,11 @@ def _kept_off() -> bool:
     return guarded(default=False)(warm_up.keep_off)()
 
 
-def announce(kv_caches: Mapping[str, Any], block_count: int, block_tokens: int) -> None:
-    """Register the pool with the holder, once its layers are known. Raises PoolError."""
+def announce(kv_caches: Mapping[str, Any], block_count: int, block_tokens: int, *, commits: bool = False) -> None:
+    """Register the pool with the holder, once its layers are known. Raises PoolError.
+
+    `commits`: this worker is one of several ranks, and says of each step when it has done it.
+    """
     pool, settings = _placed, plugin_settings()
     if pool is None or settings is None:
         return
@@ -342,6 +339,7 @@ def announce(kv_caches: Mapping[str, Any], block_count: int, block_tokens: int) 
         "kv_bytes": pool.wanted.kv_bytes,
         "meaning": meaning,
         "adopted_from": None if old is None else old.name,
+        "commits": commits,
     }
     layout.check_fits(memory.size_bytes)
     meta = PoolMeta(memory.size_bytes, layout, layout.fingerprint(), owner, memory.memory, memory.identity)

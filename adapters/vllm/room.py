@@ -14,9 +14,10 @@ from typing import Any
 from ...session.errors import ArenaError, PoolError
 from ...session.layout import cuda_memory
 from ...session.vram import device_uuid
+from .group import rank_of_worker
 from .guard import guarded, log, patch
 from .identity import may_adopt
-from .pool import gone, offered, rank_of_worker
+from .pool import gone, offered
 from .settings import plugin_settings
 
 _worker: Any = None

@@ -13,6 +13,7 @@ from typing import Any
 
 from ...session.arena import Counter
 from ...session.arena_writer import ArenaWriter, SlotWriter
+from ...session.commits import following
 from ...session.ids import SessionId
 from ...session.marker import KvSource, Marker
 from ...session.records import LoadState
@@ -80,6 +81,9 @@ class SchedulerSide:
         self._reserved_until_s = 0.0
         self.facts, self._adopted = facts_of(settings, vllm_config, kv_cache_config)
         self._arena.publish(self.facts)
+        self._has_ranks = len(self.facts["pools"]) > 1
+        self._step = 0
+        self._failed_loads: set[str] = set()
         self._draws_known = guarded(default=False)(draws_are_known)(vllm_config)
 
     def bind_block_pool(self, block_pool: Any) -> None:
@@ -185,9 +189,15 @@ class SchedulerSide:
         )
 
     def load_ended(self, request_ids: set[str], invalid_blocks: set[int]) -> None:
-        """Workers report that loads came to their end."""
+        """Workers report that loads came to their end: all of them have, or blocks of one have failed in some rank."""
+        if invalid_blocks:
+            self._failed_loads |= {
+                r for r, (_, blocks) in self._loading.items() if not invalid_blocks.isdisjoint(blocks)
+            }
         for request_id in request_ids:
             slot, blocks = self._loading.pop(request_id, (None, ()))
+            failed = request_id in self._failed_loads
+            self._failed_loads.discard(request_id)
             if slot is not None and slot.inbox()[0] is LoadState.NONE and self._quarantine is not None:
                 # The mover said nothing: it may still write. Nobody else gets these blocks until it has.
                 self._arena.count(Counter.LOADS_TIMED_OUT)
@@ -195,7 +205,7 @@ class SchedulerSide:
             tracked = self._tracked.get(request_id)
             if tracked is None or tracked.phase is not Phase.LOADING:
                 continue
-            if invalid_blocks & set(blocks):
+            if failed:
                 self._without_kv(tracked)
             else:
                 tracked.phase = Phase.LOADED
@@ -211,7 +221,8 @@ class SchedulerSide:
     # ---- each step
 
     def step_meta(self, scheduled: Any) -> StepMeta:
-        """Write the block tables of what the step about to be launched touches."""
+        """Write the block tables of what the step about to be launched touches, and give it its number."""
+        self._step = following(self._step)
         for request_id in getattr(scheduled, "preempted_req_ids", None) or ():
             # This very step may write to its old blocks for somebody else: it has none until it is back.
             if (tracked := self._tracked.get(request_id)) is not None:
@@ -239,7 +250,7 @@ class SchedulerSide:
                 self._quarantine.free_answered()
         except Exception:
             report("reserved blocks")
-        return StepMeta(loads)
+        return StepMeta(loads, self._step)
 
     def _or_forget(self, tracked: Tracked, write: Callable[..., object], *args: Any) -> None:
         """Write something of one session. Where that fails it has no snapshot any more; no other notices."""
@@ -289,8 +300,11 @@ class SchedulerSide:
         """The scheduler is about to take a step's results in; requests that end now end after their last tokens."""
         self._ended_in_step = []
 
-    def step_ends(self, outputs: Any) -> None:
-        """Journal what the step produced, before the core hands it on."""
+    def step_ends(self, outputs: Any, step: int | None) -> None:
+        """Journal what the step produced, before the core hands it on.
+
+        Of which step that is, ranks must have in common: without its number it does not count until a later one does.
+        """
         ended, self._ended_in_step = self._ended_in_step or [], None
         for batch in (outputs or {}).values():
             for output in batch.outputs:
@@ -299,6 +313,8 @@ class SchedulerSide:
                     continue
                 if output.new_token_ids:
                     self._or_forget(tracked, tracked.slot.append_tokens, output.new_token_ids)
+                    if self._has_ranks and step is not None:
+                        self._or_forget(tracked, tracked.slot.mark, step)
                 if output.finish_reason is not None:
                     self._or_forget(tracked, self._finish, tracked, str(output.finish_reason))
         for tracked in ended:

@@ -1,4 +1,4 @@
-"""Worker side: announces this rank's pool, and notices when the mover has filled the blocks of a load.
+"""Worker side: announces this rank's pool, commits its steps, and notices when the mover has filled a load's blocks.
 
 Copies nothing itself. A load that the mover does not answer in time is reported as failed, and vLLM computes those
 positions again.
@@ -11,6 +11,7 @@ from ...session.arena import ArenaReader, Slot, SlotState
 from ...session.ids import SessionId
 from ...session.records import LoadState
 from . import pool, ranks
+from .group import Commits
 from .guard import guarded, report
 from .identity import may_adopt
 from .loads import Load
@@ -28,6 +29,7 @@ class WorkerSide:
         v2 = bool(getattr(vllm_config, "use_v2_model_runner", False))
         guarded(default=None)(pool.install)(adopting=adopting, v2=v2)
         guarded(default=None)(ranks.install)()
+        self._commits = guarded(default=None)(Commits)(settings, vllm_config)
         self._settings = settings
         self._block_tokens = vllm_config.cache_config.block_size
         self._block_count = kv_cache_config.num_blocks if kv_cache_config is not None else 0
@@ -37,7 +39,13 @@ class WorkerSide:
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Tell the holder where the blocks of this rank's pool lie."""
-        pool.announce(kv_caches, self._block_count, self._block_tokens)
+        commits = self._commits is not None and self._commits.are_made
+        pool.announce(kv_caches, self._block_count, self._block_tokens, commits=commits)
+
+    def step_done(self, step: int, *, failed: bool) -> None:
+        """This rank has written the KV of a step, or has left its stream to do so; `failed`: it has not."""
+        if self._commits is not None:
+            self._commits.done(step, failed=failed)
 
     def begin(self, loads: list[Load]) -> None:
         """Loads that the scheduler began with this step."""

@@ -1,12 +1,14 @@
 """Which positions of a session have complete KV in its blocks, at this instant. Owns nothing.
 
-Positions that `read` promises were complete under the very table that it returns (session/records.py says when). Blocks
-that were read count only if `check_unchanged` says afterwards that they were the session's all the time.
+Positions that `read` promises were complete, in all ranks of the engine, under the very table that it returns
+(session/records.py and session/commits.py say when). Blocks that were read count only if `check_unchanged` says
+afterwards that they were the session's all the time.
 """
 
 from dataclasses import dataclass
 
 from ...session.arena import ArenaReader, Slot, SlotState, Table
+from ...session.commits import agreed_step
 from ...session.errors import ArenaError
 from ...session.records import complete_kv_len
 from .protocol import MoverError, Reason
@@ -14,12 +16,18 @@ from .protocol import MoverError, Reason
 
 @dataclass(frozen=True, slots=True)
 class Covered:
-    """A session at one instant: its record, its blocks, its outputs, and how many positions have KV."""
+    """A session at one instant: its record, its blocks, its outputs, and how many positions have KV.
+
+    The first `committed` outputs are of steps that all ranks have done, of which `step` is the last; where there is one
+    rank these are all of them, and 0.
+    """
 
     slot: Slot
     table: Table
     outputs: list[int]
     kv_len: int
+    committed: int
+    step: int
 
 
 def read(reader: ArenaReader, slot: Slot) -> Covered:
@@ -29,7 +37,10 @@ def read(reader: ArenaReader, slot: Slot) -> Covered:
     now = reader.refresh(slot)
     if now is None or now.table_generation != table.generation:
         raise MoverError(Reason.TABLE, f"session {slot.session}: its block table was replaced while it was read")
-    return Covered(now, table, outputs, complete_kv_len(now, len(outputs)))
+    # Read before what it is said of, so that it holds for that, too.
+    step = agreed_step(reader.commits()) or 0
+    committed = reader.committed(now, len(outputs))
+    return Covered(now, table, outputs, complete_kv_len(now, committed), committed, step)
 
 
 def check_unchanged(reader: ArenaReader, covered: Covered) -> None:

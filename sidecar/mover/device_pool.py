@@ -36,6 +36,7 @@ class DevicePool:
     """A pool on a GPU, mapped for its kernels."""
 
     sum_kind = SumKind.DEVICE
+    rank_count = 1
     pace = PACE
 
     def __init__(self, device: Device, name: str, fd: int, meta: PoolMeta) -> None:

@@ -29,6 +29,7 @@ class HostPool:
     memory: str = HOST
     gpus: frozenset[str] = frozenset()
     sum_kind: SumKind = SumKind.XXH3
+    rank_count: int = 1
     pace: Pace = PACE
 
     @property

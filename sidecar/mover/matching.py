@@ -16,7 +16,8 @@ from .protocol import MoverError, Reason
 class SessionKv:
     """KV of the positions [0, kv_len) of a session, as it is somewhere or as it is needed somewhere.
 
-    `block_form` is (layout fingerprint, tokens a block, bytes a block), `prompt` is (length, hash).
+    `block_form` is (layout fingerprint, tokens a block, bytes a block), `prompt` is (length, hash). Each of `ranks` has
+    its part of a block.
     """
 
     session: SessionId
@@ -25,6 +26,7 @@ class SessionKv:
     prompt: tuple[int, str]
     outputs: Sequence[int]
     kv_len: int
+    ranks: int = 1
 
 
 def check_match(offered: SessionKv, needed: SessionKv) -> None:
@@ -36,6 +38,10 @@ def check_match(offered: SessionKv, needed: SessionKv) -> None:
         names = offered.key.keys() | needed.key.keys()
         different = sorted(n for n in names if offered.key.get(n, ...) != needed.key.get(n, ...))
         raise MoverError(Reason.KEY, f"{name}: the engines differ in {', '.join(different)}")
+    if offered.ranks != needed.ranks:
+        raise MoverError(
+            Reason.RANKS, f"{name}: its KV is in parts of {offered.ranks} ranks, its new engine has {needed.ranks}"
+        )
     if offered.block_form != needed.block_form:
         raise MoverError(
             Reason.LAYOUT, f"{name}: blocks are laid out differently ({offered.block_form}, {needed.block_form})"

@@ -123,6 +123,12 @@ def steps_of(order: Order, origin: Origin, to: Destination, sums: Sums) -> Steps
         text = f"session {order.origin}: generation {origin.generation} is not in {reader.path}"
         raise MoverError(Reason.SESSION, text)
     covered = coverage.read(reader, slot)
+    if covered.committed < len(to.outputs) <= len(covered.outputs):
+        raise MoverError(
+            Reason.RANKS,
+            f"session {order.session}: all ranks have done {covered.committed} of {len(to.outputs)} outputs "
+            f"(their steps: {', '.join(map(str, reader.commits()))}); going on from fewer, or recomputing",
+        )
     offered = _kv(reader, slot, pool, covered.outputs, covered.kv_len)
     check_match(replace(offered, session=order.session), to.wanted())
     blocks = covered.table.blocks[: len(to.blocks)]
@@ -145,4 +151,5 @@ def _kv(reader: ArenaReader, slot: Slot, pool: Pool, outputs: Sequence[int], kv_
         (slot.prompt_len, slot.prompt_hash),
         outputs,
         kv_len,
+        pool.rank_count,
     )

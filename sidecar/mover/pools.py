@@ -86,6 +86,11 @@ class Pool(Protocol):
         ...
 
     @property
+    def rank_count(self) -> int:
+        """How many ranks of an engine have their part of each block there."""
+        ...
+
+    @property
     def layout(self) -> PoolLayout: ...
 
     @property

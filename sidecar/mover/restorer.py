@@ -199,6 +199,7 @@ def _stored(manifest: Manifest) -> SessionKv:
         (manifest.prompt_len, manifest.prompt_hash),
         manifest.outputs,
         manifest.kv_len,
+        manifest.ranks,
     )
 
 

@@ -294,4 +294,6 @@ def _manifest(reader: ArenaReader, pool: Pool, covered: Covered, names: list[str
         outputs=tuple(covered.outputs[: covered.kv_len - slot.prompt_len + 1]),
         chunks=tuple(names),
         created_at=time.time(),
+        ranks=pool.rank_count,
+        step=covered.step,
     )

@@ -7,13 +7,16 @@ after.
 """
 
 import asyncio
+import contextlib
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...session.arena import ArenaReader
+from ...session.commits import RANKS_MAX
 from ...session.errors import ArenaError, PoolError
 from ...session.held import HolderClient
 from ...session.layout import PoolMeta, cuda_memory
@@ -21,6 +24,7 @@ from .device_pool import Devices, open_device_pool
 from .host_pool import open_host_pool
 from .pools import Pool
 from .protocol import MoverError, Reason
+from .rank_pools import RankPools
 from .suspects import Suspect, Suspects
 
 ARENAS_MAX = 64
@@ -34,8 +38,8 @@ class _Arena:
     reader: ArenaReader
     identity: tuple[int, int]
     pool: Pool | None = None
-    # Where its pool lies, as soon as that is known, be it mapped or not.
-    memory: str = ""
+    # Where its pool lies, or those of its ranks, as soon as that is known, be it mapped or not.
+    memories: frozenset[str] = frozenset()
     open_until: float = 0.0
 
 
@@ -57,7 +61,7 @@ class Sources:
         """The pool of the arena at `path`, fetched from the holder when it is not mapped yet. Raises MoverError."""
         arena = self._open(path)
         if arena.pool is None:
-            arena.pool = await self._map(path, arena, _pool_name(path, arena.reader))
+            arena.pool = await self._map(path, arena, _pool_names(path, arena.reader))
             self._unmap_unused()
         return arena.pool
 
@@ -149,14 +153,15 @@ class Sources:
         self._arenas[path] = opened
         return opened
 
-    async def _map(self, path: Path, arena: _Arena, name: str) -> Pool:
+    async def _map(self, path: Path, arena: _Arena, names: Sequence[str]) -> Pool:
+        name = "+".join(names)
         known = self._pools.get(name)
         if known is not None:
             return known
         if len(self._pools) >= POOLS_MAX:
             raise MoverError(Reason.POOL, f"{POOLS_MAX} pools are mapped; release the arenas of dead workers")
         try:
-            mapped = await asyncio.to_thread(_fetch, self._holder, self._devices, name, arena)
+            mapped = await asyncio.to_thread(_fetch, self._holder, self._devices, names, arena)
         except PoolError as error:
             raise MoverError(Reason.POOL, f"arena {path}: {error}") from error
         # Two that wanted it at once get the same one.
@@ -171,15 +176,14 @@ def key_of(reader: ArenaReader) -> dict[str, Any]:
     return key
 
 
-def _pool_name(path: Path, reader: ArenaReader) -> str:
+def _pool_names(path: Path, reader: ArenaReader) -> list[str]:
     pools = (reader.facts() or {}).get("pools")
     if not isinstance(pools, list) or not pools:
         raise MoverError(Reason.POOL, f"arena {path}: its engine has published no pool (yet)")
-    if len(pools) > 1:
-        raise MoverError(
-            Reason.RANKS, f"arena {path}: its worker has {len(pools)} ranks, one is supported; sessions are recomputed"
-        )
-    return str(pools[0])
+    if len(pools) > RANKS_MAX:
+        text = f"arena {path}: its worker has {len(pools)} ranks, {RANKS_MAX} can say what they have done"
+        raise MoverError(Reason.RANKS, f"{text}; its sessions are recomputed")
+    return [str(name) for name in pools]
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -194,20 +198,24 @@ def _in_reach(arena: _Arena, gpu: str) -> bool:
     """Whether the pool of an arena lies on a GPU, or was mapped there."""
     if arena.pool is not None:
         return gpu in arena.pool.gpus
-    if arena.memory:
-        return arena.memory == cuda_memory(gpu)
+    if arena.memories:
+        return cuda_memory(gpu) in arena.memories
     # Nobody could say yet where it lies: it may be there.
     return bool((arena.reader.facts() or {}).get("pools"))
 
 
-def _fetch(holder: HolderClient, devices: Devices, name: str, arena: _Arena) -> Pool:
-    fd, body = holder.get(name)
-    try:
-        meta = PoolMeta.from_json(body)
-        # From before the GPU is used for it: that may be what fails.
-        arena.memory = meta.memory
-        if meta.gpu_uuid is None:
-            return open_host_pool(name, fd, meta)
-        return open_device_pool(devices, name, fd, meta)
-    finally:
-        os.close(fd)
+def _fetch(holder: HolderClient, devices: Devices, names: Sequence[str], arena: _Arena) -> Pool:
+    """Map the pool of an engine, or those of all its ranks. Raises PoolError."""
+    with contextlib.ExitStack() as closing:
+        fetched = []
+        for name in names:
+            fd, body = holder.get(name)
+            closing.callback(os.close, fd)
+            fetched.append((name, fd, PoolMeta.from_json(body)))
+        # From before a GPU is used for any of them: that may be what fails.
+        arena.memories = frozenset(meta.memory for _, _, meta in fetched)
+        pools = [
+            open_host_pool(name, fd, meta) if meta.gpu_uuid is None else open_device_pool(devices, name, fd, meta)
+            for name, fd, meta in fetched
+        ]
+    return pools[0] if len(pools) == 1 else RankPools(pools)

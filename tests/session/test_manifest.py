@@ -33,6 +33,25 @@ def test_a_manifest_comes_back_as_it_was() -> None:
     assert decode(encode(MANIFEST)) == MANIFEST
 
 
+def test_one_of_several_ranks_says_how_many_and_of_which_step_and_one_of_a_single_rank_does_not() -> None:
+    ranked = replace(MANIFEST, ranks=2, step=77)
+    assert decode(encode(ranked)) == ranked
+    assert b'"ranks":2' in encode(ranked)
+    assert b"ranks" not in encode(MANIFEST)
+    assert b"step" not in encode(MANIFEST)
+    with pytest.raises(ValueError, match="no step 77 in common"):
+        replace(MANIFEST, step=77)
+
+
+@pytest.mark.parametrize("told", [{"ranks": 1, "step": 0}, {"ranks": 2}, {"step": 3}, {"ranks": "2", "step": 3}])
+def test_ranks_that_are_told_otherwise_are_not_believed(told: dict[str, Any]) -> None:
+    body = json.loads(encode(MANIFEST).split(b"\n")[1]) | told
+    text = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    digest = hashlib.blake2b(text, digest_size=32).hexdigest().encode()
+    with pytest.raises(CorruptError, match="not written by this midstream"):
+        decode(b"midstream-manifest " + digest + b"\n" + text + b"\n")
+
+
 @given(st.integers(1, 40), st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40), st.integers(1, 8))
 def test_every_manifest_has_one_encoding(prompt_len: int, outputs: list[int], block_tokens: int) -> None:
     kv_len = prompt_len + len(outputs) - 1

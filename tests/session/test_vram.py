@@ -34,6 +34,9 @@ class Driver:
     CUmemAllocationHandleType = SimpleNamespace(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR="descriptor")
     CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_RECOMMENDED="recommended")
     CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE="rw")
+    CUstreamWriteValue_flags = SimpleNamespace(CU_STREAM_WRITE_VALUE_DEFAULT=0)
+    CU_MEMHOSTREGISTER_PORTABLE = 1
+    CU_MEMHOSTREGISTER_DEVICEMAP = 2
 
     def __init__(self) -> None:
         self.failing = ""
@@ -119,6 +122,18 @@ class Driver:
     def _cuMemExportToShareableHandle(self, handle: str, kind: str, flags: int) -> int:
         return os.open(os.devnull, os.O_RDONLY)
 
+    def _cuMemHostRegister(self, address: int, size: int, flags: int) -> None:
+        assert (size, flags, len(self.contexts)) == (4096, 3, 1)
+        self.left.add(f"registered {address}")
+
+    def _cuMemHostGetDevicePointer(self, address: int, flags: int) -> int:
+        assert f"registered {address}" in self.left
+        return address + (1 << 40)
+
+    def _cuStreamWriteValue64(self, stream: int, address: int, value: int, flags: int) -> None:
+        assert flags == 0, "without the barrier the store may be seen before what it speaks of"
+        self.written.append((address, value, stream))
+
 
 class Status:
     """What a call of the driver says first."""
@@ -196,6 +211,19 @@ def test_a_mapping_is_for_the_device_that_asks_and_goes_when_it_is_closed(driver
     assert driver.left == {"addresses", "mapping"}
     mapping.close()
     assert driver.left == set()
+
+
+def test_host_memory_is_registered_and_stored_to_behind_a_stream(driver: Driver) -> None:
+    begin = vram.register_host(8192, 4096, 1)
+    assert begin == 8192 + (1 << 40)
+    vram.store_on_stream(77, begin + 8, 5, 1)
+    assert driver.written == [(begin + 8, 5, 77)]
+    driver.failing = "cuStreamWriteValue64"
+    with pytest.raises(PoolError, match="behind a stream of GPU 1"):
+        vram.store_on_stream(77, begin + 8, 5, 1)
+    driver.failing = "cuMemHostRegister"
+    with pytest.raises(PoolError, match="locked memory"):
+        vram.register_host(8192, 4096, 0)
 
 
 def test_gpus_are_told_apart_by_uuid(driver: Driver) -> None:

@@ -101,6 +101,31 @@ def test_another_model_or_tokenizer_never_continues_a_text() -> None:
         assert plan(account(), [candidate(key=key(**{field: "other"}))]) is None
 
 
+def test_what_some_rank_had_not_committed_is_not_taken_from_the_pool_but_regenerated() -> None:
+    behind = account(held_outputs=3)
+    in_place = candidate("w0", epoch=2, adopted=("w0", 1))
+    for found in (chosen(behind, candidate()), chosen(behind, in_place)):
+        # The blocks of one step fewer lie in the pool all the same, and are copied within it.
+        assert (found.tier, found.outputs, found.expected) == (Tier.HELD, (1, 2, 3), (1, 2, 3, 4))
+        assert "not committed the same step" in found.detail
+    # What a client has beyond that comes out again.
+    assert chosen(account(held_outputs=1), candidate()).outputs == (1,)
+
+
+def test_ranks_that_have_nothing_in_common_are_told_where_the_kv_is_not_used() -> None:
+    found = chosen(account(held_kv=False, held_outputs=0), candidate())
+    assert (found.tier, found.outputs, found.expected) == (Tier.JOURNAL, (1, 2, 3, 4), (1, 2, 3, 4))
+    assert "not committed the same step" in found.detail
+    # A snapshot was taken of what they had in common then.
+    assert chosen(account(held_kv=False, held_outputs=0, stored_kv_len=7), candidate()).tier is Tier.DISK
+
+
+def test_where_all_ranks_have_committed_everything_nothing_is_different() -> None:
+    for held in (None, 4, 9):
+        found = chosen(account(held_outputs=held), candidate("w0", epoch=2, adopted=("w0", 1)))
+        assert (found.tier, found.outputs, found.detail) == (Tier.IN_PLACE, (1, 2, 3, 4), "")
+
+
 def test_an_answer_that_is_complete_is_ended_without_computing_anything() -> None:
     for known in (account(finish="stop"), account(output_max=4), account(output_max=3)):
         found = chosen(known, candidate())
@@ -193,6 +218,7 @@ def accounts(draw: st.DrawFn) -> Account:
         stored_kv_len=draw(st.integers(0, 10)),
         epoch=draw(epochs),
         key=draw(keys),
+        held_outputs=draw(st.none() | st.integers(0, 6)),
     )
 
 
@@ -228,6 +254,7 @@ def test_whatever_is_chosen_loses_nothing_and_uses_no_foreign_kv(
     if found.tier in (Tier.HELD, Tier.IN_PLACE):
         assert known.held_kv
         assert begins(known.journal, found.outputs)
+        assert known.held_outputs is None or len(found.outputs) <= known.held_outputs
     if found.tier is Tier.IN_PLACE:
         assert found.candidate.adopted == known.epoch
         assert found.outputs == found.expected

@@ -27,6 +27,7 @@ def test_the_same_and_more_of_the_same_match() -> None:
         ({"key": {"model": "m"}}, Reason.KEY, "differ in lora"),
         ({"key": {"model": "m", "lora": None, "dtype": "bf16"}}, Reason.KEY, "differ in dtype"),
         ({"key": {}}, Reason.KEY, "differ in lora, model"),
+        ({"ranks": 2}, Reason.RANKS, "parts of 2 ranks, its new engine has 1"),
         ({"block_form": ("e" * 32, 16, 4096)}, Reason.LAYOUT, "laid out differently"),
         ({"block_form": ("f" * 32, 8, 4096)}, Reason.LAYOUT, "laid out differently"),
         ({"block_form": ("f" * 32, 16, 2048)}, Reason.LAYOUT, "laid out differently"),

@@ -350,8 +350,10 @@ async def test_a_mover_that_is_told_to_end_does_so_in_good_order(
     assert not processes.mover_path.exists()
 
 
-async def test_a_worker_with_two_ranks_is_refused_with_its_reason(mover: MoverClient, old: Worker, new: Worker) -> None:
-    new.writer.publish({"key": KEY, "pools": ["new/1/0", "new/1/1"]})
+async def test_a_worker_with_more_ranks_than_can_commit_is_refused_with_its_reason(
+    mover: MoverClient, old: Worker, new: Worker
+) -> None:
+    new.writer.publish({"key": KEY, "pools": [f"new/1/{rank}" for rank in range(33)]})
     old.run(SESSION, PROMPT, [100, 101], [1, 2])
     slot = new.wait(SESSION, PROMPT, [100, 101], [5, 6])
     result = await restore(mover, old, new)

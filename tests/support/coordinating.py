@@ -132,16 +132,17 @@ class Rig:
         adopted: bool = False,
         key: dict[str, str] | None = None,
         inexact: Sequence[str] = (),
+        pools: int = 1,
     ) -> Engine:
-        """An engine that is ready."""
+        """An engine that is ready, with a pool for each of its ranks."""
         known = {w.name: w for w in self.workers.all()}
         worker = known.get(name) or self.workers.add(name, f"http://{name}")
         arena = self.folder / f"{name}-{number}.arena"
         create_arena(arena, slot_count=8, page_count=64)
         engine = Engine(self.workers.begin_epoch(worker, number, arena))
         self.workers.became(worker, WorkerState.STARTING)
-        pools = [f"{name}/{number}/0"]
-        facts = {"engine": "vllm", "key": key or KEY, "pools": pools, "adopted": adopted, "inexact": list(inexact)}
+        names = [f"{name}/{number}/{rank}" for rank in range(pools)]
+        facts = {"engine": "vllm", "key": key or KEY, "pools": names, "adopted": adopted, "inexact": list(inexact)}
         engine.writer.publish(facts)
         self.engines[name] = engine
         self.workers.became(worker, WorkerState.READY)

@@ -22,13 +22,14 @@ SETTINGS = PluginSettings("w0", 2, Path("/s/holder.sock"), Path("/s/2.arena"), A
 class Holder:
     """What the holder tells of each pool that a rank has announced."""
 
-    def __init__(self, adopted_from: dict[str, str | None]) -> None:
+    def __init__(self, adopted_from: dict[str, str | None], silent: Sequence[str]) -> None:
         self._adopted_from = adopted_from
+        self._silent = silent
 
     def get(self, name: str) -> tuple[int, dict[str, Any]]:
         if name not in self._adopted_from:
             raise PoolError(f"pool {name} is not held")
-        owner = {"pid": 7, "fd": 3, "adopted_from": self._adopted_from[name]}
+        owner = {"pid": 7, "fd": 3, "adopted_from": self._adopted_from[name], "commits": name not in self._silent}
         return os.open(os.devnull, os.O_RDONLY), {"owner": owner, "fingerprint": "f" * 32}
 
 
@@ -40,13 +41,17 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     """Facts of an engine with these obstacles, of whose ranks these have announced pools."""
 
     def facts(
-        inexact: Sequence[str], pools: dict[str, str | None], ranks: int = 1, adopt: Path | None = ADOPT
+        inexact: Sequence[str],
+        pools: dict[str, str | None],
+        ranks: int = 1,
+        adopt: Path | None = ADOPT,
+        silent: Sequence[str] = (),
     ) -> tuple[dict[str, Any], bool]:
         monkeypatch.setattr(identity, "_key", lambda config: {"model": "m"})
         monkeypatch.setattr(identity, "_inexact", lambda config, cache: list(inexact))
-        monkeypatch.setattr(identity, "HolderClient", lambda path: Holder(pools))
+        monkeypatch.setattr(identity, "HolderClient", lambda path: Holder(pools, silent))
         config = SimpleNamespace(
-            parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+            parallel_config=SimpleNamespace(tensor_parallel_size=ranks, pipeline_parallel_size=1),
             cache_config=SimpleNamespace(block_size=16),
             scheduler_config=SimpleNamespace(max_num_seqs=8),
         )
@@ -168,6 +173,21 @@ def test_where_only_some_ranks_run_in_the_old_pools_there_are_none_to_come_back_
     assert (facts["pools"], facts["adopted"], adopted) == ([], True, True)
     # The processes that have them mapped are told all the same.
     assert 7 in [pid for pid, _ in facts["processes"]]
+
+
+def test_an_engine_with_ranks_offers_a_pool_of_each_if_all_can_say_what_they_have_done(engine: Engine) -> None:
+    pools: dict[str, str | None] = {"w0/2/0": None, "w0/2/1": None}
+    facts, _ = engine([], pools, ranks=2)
+    assert facts["pools"] == ["w0/2/0", "w0/2/1"]
+    facts, adopted = engine([], pools, ranks=2, silent=["w0/2/1"])
+    assert (facts["pools"], facts["adopted"], adopted) == ([], False, False)
+    assert facts["key"]["kv_layout"] == "unplaced"
+    # What it runs in is told all the same: somebody else's KV may lie there.
+    facts, adopted = engine([], {"w0/2/0": "w0/1/0", "w0/2/1": "w0/1/1"}, ranks=2, silent=["w0/2/0"])
+    assert (facts["pools"], facts["adopted"], adopted) == ([], True, True)
+    # With one rank there is nobody to agree with.
+    facts, _ = engine([], {"w0/2/0": None}, silent=["w0/2/0"])
+    assert facts["pools"] == ["w0/2/0"]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ def config(**changes: Any) -> SimpleNamespace:
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1, tensor_parallel_size=1, data_parallel_size=1, decode_context_parallel_size=1,
             prefill_context_parallel_size=1, enable_eplb=False, enable_elastic_ep=False, enable_dbo=False,
+            distributed_executor_backend="mp", nnodes=1,
         ),
         cache_config=SimpleNamespace(
             cache_dtype="auto", kv_cache_dtype_skip_layers=[], kv_sharing_fast_prefill=False, kv_offloading_size=None,
@@ -80,7 +81,7 @@ def test_a_plain_engine_has_none() -> None:
     [
         ("speculative_config", object(), "spec_decode"),
         ("parallel_config__pipeline_parallel_size", 2, "pipeline_parallel"),
-        ("parallel_config__tensor_parallel_size", 2, "tensor_parallel"),
+        ("parallel_config__tensor_parallel_size", 64, "tensor_parallel"),
         ("parallel_config__data_parallel_size", 2, "data_parallel"),
         ("parallel_config__decode_context_parallel_size", 2, "context_parallel"),
         ("parallel_config__prefill_context_parallel_size", 2, "context_parallel_prefill"),
@@ -113,6 +114,15 @@ def test_a_plain_engine_has_none() -> None:
 )
 def test_each_has_its_word(name: str, value: object, word: str) -> None:
     assert obstacles(config(**{name: value}), PLAIN, VERSION) == [word]
+
+
+def test_ranks_that_have_the_arena_of_their_engine_are_none_and_others_are() -> None:
+    assert obstacles(config(parallel_config__tensor_parallel_size=2), PLAIN, VERSION) == []
+    for name, value in (("nnodes", 2), ("distributed_executor_backend", "ray")):
+        elsewhere = {"parallel_config__tensor_parallel_size": 2, f"parallel_config__{name}": value}
+        assert obstacles(config(**elsewhere), PLAIN, VERSION) == ["tensor_parallel"]
+        # A worker that is alone is where its engine is.
+        assert obstacles(config(**{f"parallel_config__{name}": value}), PLAIN, VERSION) == []
 
 
 def test_vllm_s_own_schedulers_are_none() -> None:

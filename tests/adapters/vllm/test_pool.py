@@ -366,7 +366,9 @@ def test_the_holder_is_told_where_the_blocks_lie_and_what_they_mean(
     assert meta.layout == PoolLayout(BLOCKS, 16, (Plane(0, 512, 512),))
     assert (meta.memory, meta.gpu_uuid, meta.owner["adopted_from"]) == (HOST, None, None)
     assert (meta.owner["meaning"], meta.owner["shape"]) == (meaning_of(views, BLOCKS), SHAPE)
-    assert meta.owner["kv_bytes"] == SIZE
+    assert (meta.owner["kv_bytes"], meta.owner["commits"]) == (SIZE, False)
+    pool.announce(views, BLOCKS, 16, commits=True)
+    assert PoolMeta.from_json(announced["w0/2/0"]).owner["commits"] is True
 
 
 def test_an_adopted_pool_whose_blocks_would_be_read_otherwise_is_not_announced(
@@ -404,6 +406,8 @@ def test_a_worker_adopts_only_where_its_engine_is_known_to_have_no_obstacle(
     told: list[tuple[bool, bool]] = []
     monkeypatch.setattr(pool, "install", lambda *, adopting, v2: told.append((adopting, v2)))
     monkeypatch.setattr(worker_side, "may_adopt", may_adopt)
-    config = SimpleNamespace(cache_config=SimpleNamespace(block_size=16), use_v2_model_runner=True)
+    parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
+    cache = SimpleNamespace(block_size=16)
+    config = SimpleNamespace(cache_config=cache, parallel_config=parallel, use_v2_model_runner=True)
     worker_side.WorkerSide(PluginSettings("w0", 2, Path("/s/holder.sock"), None, None, 10.0), config, None)
     assert told == [(answer is True, True)]
