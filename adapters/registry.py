@@ -5,10 +5,11 @@ from pathlib import Path
 
 from ..session.errors import EngineError
 from .contract import EngineAdapter
+from .sglang.adapter import SglangAdapter
 from .transformers.adapter import TransformersAdapter
 from .vllm.adapter import VllmAdapter
 
-ADAPTERS: dict[str, EngineAdapter] = {a.name: a for a in (VllmAdapter(), TransformersAdapter())}
+ADAPTERS: dict[str, EngineAdapter] = {a.name: a for a in (VllmAdapter(), SglangAdapter(), TransformersAdapter())}
 
 
 def adapter_for(argv: Sequence[str]) -> EngineAdapter:
@@ -16,7 +17,10 @@ def adapter_for(argv: Sequence[str]) -> EngineAdapter:
     for adapter in ADAPTERS.values():
         if adapter.recognises(argv):
             return adapter
-    known = "`vllm serve MODEL ...` or `python -m midstream.adapters.transformers.server --model DIR ...`"
+    known = (
+        "`vllm serve MODEL ...`, `python -m sglang.launch_server --model-path MODEL ...` "
+        "or `python -m midstream.adapters.transformers.server --model DIR ...`"
+    )
     name = Path(argv[0]).name if argv else "nothing"
     raise EngineError(f"{name!r} is no engine that midstream knows how to start; use {known}")
 

@@ -17,7 +17,7 @@ from ..session.errors import EngineError
 
 PACKAGES = ("adapters", "loadtest", "proxy", "session", "sidecar")
 # What engines look plugins up by; console scripts and the rest are this environment's own business.
-_GROUPS = ("vllm.general_plugins",)
+_GROUPS = ("vllm.general_plugins", "sglang.srt.plugins")
 
 
 def ensure(parent: Path) -> Path:

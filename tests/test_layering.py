@@ -46,6 +46,8 @@ PURE = (
     "proxy/sse.py",
     "proxy/stall.py",
     "adapters/prompt.py",
+    "adapters/sglang/reservations.py",
+    "adapters/sglang/token_ids.py",
     "adapters/transformers/detokenizer.py",
     "adapters/transformers/extents.py",
     "adapters/vllm/reservations.py",
@@ -91,6 +93,10 @@ ALWAYS_ENGINE_SIDE = tuple(
 )
 # Builds of torch for GPUs bring the bindings of CUDA.
 VLLM = {"vllm", "torch", "numpy", "cuda"}
+SGLANG_SIDE = sorted(
+    f"adapters/sglang/{path.name}" for path in (ROOT / "adapters" / "sglang").glob("*.py") if path.name != "adapter.py"
+)
+SGLANG = {"sglang", "torch", "numpy"}
 TRANSFORMERS = {"torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "aiohttp"}
 
 
@@ -194,6 +200,11 @@ def test_what_is_pure_touches_nothing_outside(source: str) -> None:
 @pytest.mark.parametrize("source", [*VLLM_SIDE, *ALWAYS_ENGINE_SIDE])
 def test_what_runs_inside_vllm_is_standard_library_and_vllm(source: str) -> None:
     assert foreign(source, VLLM) == []
+
+
+@pytest.mark.parametrize("source", SGLANG_SIDE)
+def test_what_runs_inside_sglang_is_standard_library_and_sglang(source: str) -> None:
+    assert foreign(source, SGLANG) == []
 
 
 def test_what_runs_inside_the_embedded_engine_is_standard_library_and_that_engine() -> None:

@@ -13,6 +13,8 @@ from midstream.session.errors import EngineError
         (["/venv/bin/vllm", "serve", "m"], "vllm"),
         (["python", "/venv/bin/vllm", "serve", "m"], "vllm"),
         (["python", "-m", "vllm.entrypoints.openai.api_server", "--model", "m"], "vllm"),
+        (["python", "-m", "sglang.launch_server", "--model-path", "m"], "sglang"),
+        (["/venv/bin/sglang", "serve", "--model-path", "m"], "sglang"),
         (["python3", "-m", "midstream.adapters.transformers.server", "--model", "d"], "transformers"),
     ],
 )
@@ -41,5 +43,5 @@ def test_any_other_command_is_an_error_that_lists_what_is_known(argv: list[str])
 def test_adapters_are_found_by_the_names_that_plugins_publish() -> None:
     for name, adapter in ADAPTERS.items():
         assert adapter_named(name) is adapter
-    with pytest.raises(EngineError, match="engine 'sglang' is unknown; known are transformers, vllm"):
-        adapter_named("sglang")
+    with pytest.raises(EngineError, match="engine 'tgi' is unknown; known are sglang, transformers, vllm"):
+        adapter_named("tgi")

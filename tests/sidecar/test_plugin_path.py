@@ -30,8 +30,9 @@ def test_a_bare_python_imports_the_plugin_and_finds_its_entry_point(bare_python:
     code = "import midstream.session.arena, midstream.session.marker; print(midstream.session.arena.__name__)"
     assert run(bare_python, code, environ) == "midstream.session.arena"
     code = "from importlib.metadata import entry_points, version; print(version('midstream'),"
-    code += " [e.value for e in entry_points(group='vllm.general_plugins')])"
-    assert run(bare_python, code, environ).endswith("['midstream.adapters.vllm.plugin:register']")
+    code += " [e.value for g in ('vllm.general_plugins', 'sglang.srt.plugins') for e in entry_points(group=g)])"
+    told = run(bare_python, code, environ)
+    assert told.endswith("['midstream.adapters.vllm.plugin:register', 'midstream.adapters.sglang.plugin:register']")
 
 
 def test_nothing_else_of_this_environment_is_on_the_path(bare_python: Path, tmp_path: Path) -> None:

@@ -1,0 +1,47 @@
+"""The sidecar's marker on its way through SGLang: from the HTTP process to the scheduler, and read off a request there.
+
+It travels in `sampling_params.custom_params`, which clients may write into as well: its name there is drawn by the
+engine's first process and inherited by the others, so that nobody outside knows it. Invariant: what comes with a marker
+that cannot be true runs as a new request.
+"""
+
+import os
+import secrets
+from typing import Any
+
+from ...session.marker import Marker
+
+_VARIABLE = "MIDSTREAM_SGLANG_FIELD"
+
+
+def draw_field() -> None:
+    """In the engine's first process, before it starts others: draw the name."""
+    os.environ.setdefault(_VARIABLE, f"midstream-{secrets.token_hex(16)}")
+
+
+def field() -> str:
+    """The marker's name in `custom_params`."""
+    return os.environ[_VARIABLE]
+
+
+def marker_of(request: Any) -> Marker | None:
+    """The marker of a scheduler's request, or None; ValueError if there is one that cannot be read."""
+    fields = request.sampling_params.custom_params
+    body = fields.get(field()) if isinstance(fields, dict) else None
+    return None if body is None else Marker.from_json(body)
+
+
+def checked_marker(request: Any) -> Marker | None:
+    """The marker of a request whose outputs this model could have written, or None; ValueError says what is wrong.
+
+    The request's limit is known by now, and no longer than the model's context.
+    """
+    marker = marker_of(request)
+    if marker is None or marker.resume is None:
+        return marker
+    outputs, limit = marker.resume.outputs, request.sampling_params.max_new_tokens
+    if request.vocab_size is not None and max(outputs, default=0) >= request.vocab_size:
+        raise ValueError(f"marker: token id {max(outputs)} is none of this model's {request.vocab_size}")
+    if len(outputs) > limit:
+        raise ValueError(f"marker: {len(outputs)} outputs are more than the {limit} that the request may have")
+    return marker
