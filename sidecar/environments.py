@@ -74,7 +74,7 @@ SGLANG_ENVIRON = {
 SGLANG_OPTIONS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "xgrammar", "--dtype", "float32", "--enable-deterministic-inference"),
-    *("--context-length", "2048", "--max-total-tokens", "16384", "--max-running-requests", "8"),
+    *("--context-length", "2048", "--max-total-tokens", "8192", "--max-running-requests", "8"),
     *("--mem-fraction-static", "0.3", "--skip-server-warmup"),
 )
 
