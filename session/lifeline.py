@@ -94,23 +94,26 @@ _holding: int | None = None
 
 
 def hold_lifeline(path: Path, name: str, *, on_failure: Callable[[LifelineError], None]) -> None:
-    """Have this process hold a cell until it ends, once, however often it is asked. Returns at once.
+    """Have this process hold a cell until it ends, once, however often it is asked. Returns at once, and never raises.
 
-    What is in the way is told to `on_failure`, in a thread of its own. RuntimeError where no thread can be started.
+    What is in the way is told to `on_failure`, mostly in a thread of its own; it is not tried again.
     A forked child inherits neither the thread nor the kernel's list: it holds nothing, and may take a cell of its own.
     """
     global _holding
     if _holding == os.getpid():
         return
-    threading.Thread(target=_hold, args=(path, name, on_failure), name="midstream-lifeline", daemon=True).start()
     _holding = os.getpid()
+    try:
+        threading.Thread(target=_hold, args=(path, name, on_failure), name="midstream-lifeline", daemon=True).start()
+    except RuntimeError as error:
+        on_failure(LifelineError(f"lifeline {path}: {error}; raise the limit on threads"))
 
 
 def _hold(path: Path, name: str, on_failure: Callable[[LifelineError], None]) -> None:
     # A signal for the process is to interrupt a thread that has something to do with it.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
-        _take(path, name)
+        take_cell(path, name)
     except LifelineError as error:
         on_failure(error)
         return
@@ -119,8 +122,8 @@ def _hold(path: Path, name: str, on_failure: Callable[[LifelineError], None]) ->
         time.sleep(_SLEEP_S)
 
 
-def _take(path: Path, name: str) -> None:
-    """Take a free cell for the calling thread. LifelineError."""
+def take_cell(path: Path, name: str) -> None:
+    """Take a free cell for the calling thread, which from then on takes no robust mutex of the libc. LifelineError."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:

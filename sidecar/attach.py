@@ -1,9 +1,9 @@
-"""Workers that others start: noticed by their health, their plugin's claim and their process.
+"""Workers that others start: noticed by their health, their plugin's claim, their lifelines and their processes.
 
 Owns nothing of them, but ends what is left of one that nobody is served by any more (`orphans.py`). Each worker is
 offered a ticket for its next epoch; when it is claimed, that epoch's arena is watched. An engine without the plugin is
-served too, but its sessions can only be run again. Invariant: an engine that took a pool over while an earlier one
-still ran is never called exact.
+served too, but its sessions can only be run again. Invariants: an engine that took a pool over while an earlier one
+still ran is never called exact; one of whose processes has begun to end is never called alive again.
 """
 
 import asyncio
@@ -15,13 +15,15 @@ from pathlib import Path
 
 import aiohttp
 
-from ..adapters.alive import can_be_seen, front_end
+from ..adapters.alive import can_be_seen, front_end, nothing_left
 from ..proxy.coordinator import Reason
-from ..session.errors import MidstreamError
+from ..session.errors import LifelineError, MidstreamError
+from ..session.lifeline import Holder, lifeline_of
 from ..session.ticket import claimed_epoch, worker_dir
+from .lifeline_watch import LifelineWatch, Watched
 from .orphans import Orphans
 from .process_watch import Death, TreeWatch
-from .processes import Process, read_process, say_status
+from .processes import Process, read_process
 from .supervise import WorkerState
 from .workers import Epoch, Worker, Workers
 
@@ -30,6 +32,8 @@ _LOG = logging.getLogger("midstream.attach")
 POLL_S = 0.5
 HEALTH_TIMEOUT_S = 5.0
 HEALTH_FAILURES_MAX = 3
+# How long a front end may go on answering whose core is being taken down; it learns of that later than we do.
+ENDING_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,7 @@ class Attached:
         on_lost: Callable[[Epoch, Reason], None],
         on_state: Callable[[], None],
         on_orphan: Callable[[str], None],
+        lifelines: LifelineWatch | None = None,
     ) -> None:
         self._worker = worker
         self._workers = workers
@@ -69,6 +74,11 @@ class Attached:
         self._watch: TreeWatch | None = None
         self._process: Process | None = None
         self._established: list[Process] = []
+        self._lifelines = lifelines
+        self._lifeline: Watched | None = None
+        # The epoch whose lifeline broke, and until when it is given time to end.
+        self._broken: Epoch | None = None
+        self._ending_until_s = 0.0
 
     async def follow(self) -> None:
         """Until cancelled."""
@@ -123,7 +133,7 @@ class Attached:
             self._say_why_not_ready(answer)
             return
         self._failures = 0
-        if self._worker.state is WorkerState.READY:
+        if self._worker.state is WorkerState.READY or self._is_ending():
             return
         epoch_now = self._worker.current
         if epoch_now is not None and epoch_now.dead and self._lives(epoch_now):
@@ -200,6 +210,7 @@ class Attached:
 
     def _watch_process(self, epoch: Epoch) -> None:
         """Its death is told by the kernel, long before a health check fails: that of its core, or its front end."""
+        self._watch_lifeline(epoch)
         core = read_process(int(epoch.facts.get("pid") or 0))
         served = front_end(epoch.facts) if can_be_seen(epoch.facts) else None
         root = core if served is None else read_process(served.pid)
@@ -212,10 +223,40 @@ class Attached:
         self._watch.start()
         self._established = _tree_of(core, self._watch.living())
 
+    def _watch_lifeline(self, epoch: Epoch) -> None:
+        if self._lifelines is None or self._lifeline is not None or epoch.arena_path is None:
+            return
+        try:
+            path = lifeline_of(epoch.arena_path)
+            self._lifeline = self._lifelines.add(path, lambda holder: self._lifeline_broke(epoch, holder))
+        except LifelineError as error:
+            _LOG.warning("event=no_lifeline worker=%s epoch=%d error=%s", self._worker.name, epoch.number, error)
+
+    def _lifeline_broke(self, epoch: Epoch, holder: Holder) -> None:
+        """A process of the engine is being taken down. When it is gone, and how it ended, its pidfd tells as ever."""
+        if epoch is not self._worker.current:
+            return
+        self._broken, self._ending_until_s = epoch, asyncio.get_running_loop().time() + ENDING_S
+        if not epoch.dead:
+            self._become_lost(epoch, Reason.PROCESS_DEATH, f"{holder.text}: the kernel is taking it down")
+            _LOG.info("event=death worker=%s epoch=%d by=lifeline pid=%d", self._worker.name, epoch.number, holder.pid)
+
+    def _is_ending(self) -> bool:
+        """Whether whoever answers may be what is left of an engine that is being taken down."""
+        epoch = self._worker.current
+        if epoch is None or epoch is not self._broken:
+            return False
+        return asyncio.get_running_loop().time() < self._ending_until_s and not nothing_left(epoch.facts)
+
     def _lives(self, epoch: Epoch) -> bool:
         """Whether the process that was watched for this epoch is still there."""
         process = self._process
-        if process is None or process.pid != epoch.facts.get("pid") or not process.is_same(read_process(process.pid)):
+        if (
+            epoch is self._broken
+            or process is None
+            or process.pid != epoch.facts.get("pid")
+            or not process.is_same(read_process(process.pid))
+        ):
             return False
         served = front_end(epoch.facts)
         return served is None or not served.is_gone()
@@ -225,15 +266,19 @@ class Attached:
         part_of_it = death.status != 0 and any(death.process.is_same(process) for process in self._established)
         is_core = self._process is not None and self._process.is_same(death.process)
         if death.is_root or is_core or part_of_it:
-            how = say_status(death.status)
-            self._lose(Reason.PROCESS_DEATH, f"process {death.process.name} (pid {death.process.pid}): {how}")
+            is_said = self._worker.current is self._broken and self._worker.state is WorkerState.DEAD
+            if is_said and death.status is not None:
+                self._workers.became(self._worker, WorkerState.DEAD, death.text)
+            self._lose(Reason.PROCESS_DEATH, death.text)
             self._orphans.end()
 
     def _lose(self, reason: Reason, why: str) -> None:
         self._stop_watching()
         epoch = self._worker.current
-        if epoch is None or epoch.dead:
-            return
+        if epoch is not None and not epoch.dead:
+            self._become_lost(epoch, reason, why)
+
+    def _become_lost(self, epoch: Epoch, reason: Reason, why: str) -> None:
         self._workers.became(self._worker, WorkerState.DEAD, why)
         self._on_lost(epoch, reason)
 
@@ -241,6 +286,9 @@ class Attached:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
+        if self._lifeline is not None:
+            self._lifeline.close()
+            self._lifeline = None
 
 
 def _tree_of(root: Process, processes: list[Process]) -> list[Process]:

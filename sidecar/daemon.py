@@ -24,7 +24,8 @@ from ..proxy.connections import BoundedSite, connections_within, raise_descripto
 from ..proxy.coordinator import Reason
 from ..proxy.server import build_app, make_runner
 from ..session.arena import create_arena
-from ..session.errors import ArenaError, ConfigError, MidstreamError
+from ..session.errors import ArenaError, ConfigError, LifelineError, MidstreamError
+from ..session.lifeline import create_lifeline, lifeline_of
 from ..session.ticket import worker_dir, write_ticket
 from . import api, plugin_path
 from .attach import Attached
@@ -34,6 +35,7 @@ from .control import Control, serving_control
 from .coordinator import CoordinatorSettings, SidecarCoordinator
 from .hang import is_deaf, is_hung
 from .leaving import has_claimed_places
+from .lifeline_watch import LifelineWatch
 from .metrics import Metrics
 from .mover.client import MoverClient
 from .processes import send
@@ -67,6 +69,7 @@ class _Daemon:
         self._metrics = Metrics()
         self._workers = Workers(let_go=self._let_go)
         self._supervised: dict[str, Supervised] = {}
+        self._lifelines = LifelineWatch()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._releases: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
@@ -102,6 +105,7 @@ class _Daemon:
             listener = self._listen(port)
             stack.callback(listener.close)
             stack.push_async_callback(self._leave)
+            stack.callback(self._lifelines.close)
             await self._holder.ensure()
             self._clear_leftovers()
             await self._mover.ensure()
@@ -144,6 +148,7 @@ class _Daemon:
                     await asyncio.to_thread(self._holder.forget, pool)
                 if epoch.arena_path is not None:
                     epoch.arena_path.unlink(missing_ok=True)
+                    lifeline_of(epoch.arena_path).unlink(missing_ok=True)
         if self._command is not None or not has_claimed_places(self._state):
             await self._holder.retire()
 
@@ -218,6 +223,7 @@ class _Daemon:
                     on_lost=self._epoch_lost,
                     on_state=self._on_ready,
                     on_orphan=lambda name: self._metrics.orphans_killed.labels(name).inc(),
+                    lifelines=self._lifelines,
                 )
                 self._spawn(attached.follow(), f"worker {configured.name}")
             return
@@ -237,6 +243,7 @@ class _Daemon:
                 policy,
                 on_death=self._on_death,
                 on_state=self._on_state,
+                lifelines=self._lifelines,
             )
             self._supervised[name] = supervised
             supervised.start()
@@ -247,7 +254,8 @@ class _Daemon:
         assert self._command is not None
         epoch = self._workers.begin_epoch(worker, number, await self._make_arena(worker, number))
         launch = self._adapter.start(self._command, _port_of(worker.url), self._beside(worker, epoch), os.environ)
-        return Command(launch.argv, launch.env, worker.url)
+        lifeline = None if epoch.arena_path is None else lifeline_of(epoch.arena_path)
+        return Command(launch.argv, launch.env, worker.url, lifeline)
 
     async def _make_arena(self, worker: Worker, number: int) -> Path | None:
         """The arena of an epoch; None, and serving without snapshots, where none can be had."""
@@ -260,6 +268,11 @@ class _Daemon:
             self._metrics.arena_missing.inc()
             _LOG.error("event=no_arena worker=%s epoch=%d error=%s", worker.name, number, error)
             return None
+        try:
+            await asyncio.to_thread(create_lifeline, lifeline_of(path))
+        except LifelineError as error:
+            # Deaths are told a little later.
+            _LOG.error("event=no_lifeline worker=%s epoch=%d error=%s", worker.name, number, error)
         return path
 
     def _beside(self, worker: Worker, epoch: Epoch) -> Beside:

@@ -1,13 +1,15 @@
 """Watches a tree of processes: tells as soon as any of them dies, and ends all of them.
 
 Owns the pidfds. Invariant: a process that was seen once stays watched until it is dead, even when its parent dies first
-and it no longer hangs on the tree; nothing of the tree is left after `kill`, not even as a zombie. Which deaths matter
-is not decided here. Children that live shorter than one scan may never be seen.
+and it no longer hangs on the tree; nothing of the tree is left after `kill`, not even as a zombie or a thread that is
+still taking memory down. Which deaths matter is not decided here; that one has begun is told sooner by
+`lifeline_watch.py`. Children that live shorter than one scan may never be seen.
 """
 
 import asyncio
 import logging
 import os
+import select
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -105,7 +107,7 @@ class TreeWatch:
         if grace_s > 0 and send(self._root, signal.SIGTERM):
             # The root knows how to end its own; a signal to each would be taken for a crash there.
             await self._until_dead([self._root], grace_s)
-            if not self._root.is_same(read_process(self._root.pid)):
+            if not self._is_there(self._root):
                 await self._until_dead(self.living(), min(grace_s, _FORGOTTEN_S))
         deadline = self._loop.time() + _UNKILLABLE_S
         while left := self._all_left():
@@ -123,7 +125,19 @@ class TreeWatch:
         """What lives of the tree: also what forked a moment ago, and what was left by parents that died."""
         self._strangers.clear()
         self.scan()
-        return [p for p in self.living() if p.is_same(read_process(p.pid))]
+        return [p for p in self.living() if self._is_there(p)]
+
+    def _is_there(self, process: Process) -> bool:
+        """Whether anything of a process is left.
+
+        `/proc` calls it dead when its first thread is, while another may still be giving its memory back.
+        """
+        _, descriptor = self._watched.get((process.pid, process.started), (process, None))
+        if descriptor is None:
+            return process.is_same(read_process(process.pid))
+        looking = select.poll()
+        looking.register(descriptor, select.POLLIN)
+        return not looking.poll(0)
 
     def _is_of_session(self, process: Process) -> bool:
         """Whether a process belongs to the root's own kernel session, if it has one: orphans do still."""
@@ -131,7 +145,7 @@ class TreeWatch:
 
     async def _until_dead(self, processes: list[Process], within_s: float) -> None:
         deadline, pause_s = self._loop.time() + within_s, _KILL_POLL_S
-        while any(p.is_same(read_process(p.pid)) for p in processes) and self._loop.time() < deadline:
+        while any(self._is_there(p) for p in processes) and self._loop.time() < deadline:
             await asyncio.sleep(min(pause_s, max(deadline - self._loop.time(), 0)))
             pause_s = min(pause_s * 2, _KILL_POLL_MAX_S)
 

@@ -13,13 +13,16 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
 
-from ..session.errors import EngineError, MidstreamError
+from ..session.errors import EngineError, LifelineError, MidstreamError
+from ..session.lifeline import Holder
 from .engine_log import EngineLog
+from .lifeline_watch import LifelineWatch, Watched
 from .process_watch import Death, TreeWatch
 from .processes import Process, dies_with_parent, read_child, say_status
 from .supervise import (
@@ -57,11 +60,15 @@ _LAST_LINES_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """How to start one epoch of an engine. `env` is the whole environment; `url` is where it will listen."""
+    """How to start one epoch of an engine.
+
+    `env` is the whole environment; `url` is where it will listen; `lifeline` is the file that its processes may hold.
+    """
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
     url: str
+    lifeline: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +102,7 @@ class Supervised:
         *,
         on_death: Callable[[EpochDeath], None],
         on_state: Callable[[StateChange], None],
+        lifelines: LifelineWatch | None = None,
     ) -> None:
         self.worker = worker
         self._prepare = prepare
@@ -105,6 +113,10 @@ class Supervised:
         self._log = EngineLog(worker)
         self._popen: subprocess.Popen[bytes] | None = None
         self._watch: TreeWatch | None = None
+        self._lifelines = lifelines
+        self._lifeline: Watched | None = None
+        # Of the process whose end began the present one: how it ended is known later.
+        self._ending_pid: int | None = None
         self._established: set[Process] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._epoch_tasks: list[asyncio.Task[None]] = []
@@ -204,6 +216,7 @@ class Supervised:
                 self._popen = popen = _start(command)
                 self._watch = TreeWatch(read_child(popen.pid), lambda death: self._process_died(epoch, death))
                 self._watch.start()
+                self._lifeline = self._watch_lifeline(epoch, command.lifeline)
             except (OSError, ValueError, subprocess.SubprocessError, MidstreamError) as error:
                 # Also what was started but cannot be watched, as without descriptors: the end of the tree follows.
                 self._happened(Died(epoch, f"it could not be started: {error}"))
@@ -225,7 +238,27 @@ class Supervised:
         finally:
             transport.close()
 
+    def _watch_lifeline(self, epoch: int, path: Path | None) -> Watched | None:
+        self._ending_pid = None
+        if self._lifelines is None or path is None:
+            return None
+        try:
+            return self._lifelines.add(path, lambda holder: self._lifeline_broke(epoch, holder))
+        except LifelineError as error:
+            _LOG.warning("worker=%s epoch=%d %s", self.worker, epoch, error)
+            return None
+
+    def _lifeline_broke(self, epoch: int, holder: Holder) -> None:
+        """A process of the engine is being taken down: its sessions need not wait until nothing of it is left."""
+        if self._is_starting(epoch):
+            return  # nobody's session waits, and what the engine has to say of it comes with the end of its root
+        self._ending_pid = holder.pid
+        self._happened(Died(epoch, f"{holder.text}: the kernel is taking it down"))
+        _LOG.info("event=death worker=%s epoch=%d by=lifeline pid=%d", self.worker, epoch, holder.pid)
+
     def _process_died(self, epoch: int, death: Death) -> None:
+        if death.process.pid == self._ending_pid:
+            _LOG.info("event=gone worker=%s epoch=%d %s", self.worker, epoch, death.text)
         if not death.is_root:
             if self._matters(death):
                 self._happened(Died(epoch, death.text))
@@ -269,6 +302,9 @@ class Supervised:
 
     async def _kill(self, epoch: int, grace_s: float) -> None:
         async with self._at_work:
+            if self._lifeline is not None:
+                self._lifeline.close()
+                self._lifeline = None
             if self._watch is not None:
                 if left := await self._kill_tree(self._watch, grace_s):
                     _LOG.error(

@@ -17,6 +17,7 @@ from ..session.arena import ArenaReader
 from ..session.errors import ArenaError, EngineError, MidstreamError
 from ..session.ids import SessionId
 from ..session.key import CompatibilityKey
+from ..session.lifeline import lifeline_of
 from .choice import Candidate
 from .supervise import WorkerState
 
@@ -39,6 +40,7 @@ class Epoch:
     key: CompatibilityKey | None = None
     adapter: EngineAdapter | None = None
     sessions: set[SessionId] = field(default_factory=set)
+    # It writes no more that counts; its processes may still be on their way out (`adapters/alive.py` tells).
     dead: bool = False
     # A later engine runs in its memory without having kept its sessions' blocks.
     overwritten: bool = False
@@ -194,6 +196,7 @@ class Workers:
             epoch.arena = None
         if epoch.arena_path is not None:
             epoch.arena_path.unlink(missing_ok=True)
+            lifeline_of(epoch.arena_path).unlink(missing_ok=True)
 
 
 def past_use(epochs: Iterable[Epoch]) -> list[Epoch]:

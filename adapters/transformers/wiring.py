@@ -20,8 +20,9 @@ import transformers
 from aiohttp import web
 
 from ...session.arena_writer import ArenaWriter
-from ...session.errors import EngineError, MidstreamError
+from ...session.errors import EngineError, LifelineError, MidstreamError
 from ...session.layout import PoolLayout
+from ...session.lifeline import hold_lifeline, lifeline_of
 from ..alive import told_processes
 from .adopt import OldPool, Reservations
 from .api import Api, Served
@@ -54,6 +55,10 @@ class PooledModel:
         self.cache = pool.cache
 
 
+def _without_lifeline(error: LifelineError) -> None:
+    log.warning("event=no_lifeline reason=%s effect=its_death_is_told_later", error)
+
+
 class Server:
     """One engine process."""
 
@@ -81,6 +86,8 @@ class Server:
         arena = self._open_arena()
         self._recorder = Recorder(arena)
         self._publish(arena, placed, key)
+        if self._around.arena is not None:
+            hold_lifeline(lifeline_of(self._around.arena), "server", on_failure=_without_lifeline)
         self._engine = self._make_engine(placed)
         self._served = Served(
             args.served_model_name or folder.name,

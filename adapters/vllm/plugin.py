@@ -26,12 +26,19 @@ def register() -> None:
     _registered = True
     import vllm
 
-    from . import core_hooks, lora, replay, room, thoughts
+    from . import core_hooks, lifelines, lora, replay, room, thoughts
 
     version = plain_version(vllm)
     if version not in TESTED_VERSIONS:
         log.warning("midstream: vLLM %s was not tested (%s were)", version, ", ".join(TESTED_VERSIONS))
-    for install in (replay.install, core_hooks.install, lora.install, thoughts.install, room.install):
+    for install in (
+        replay.install,
+        core_hooks.install,
+        lora.install,
+        thoughts.install,
+        room.install,
+        lifelines.install,
+    ):
         guarded(default=None)(install)()
 
 

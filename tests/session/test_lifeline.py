@@ -230,6 +230,10 @@ def test_each_process_gets_a_cell_and_a_broken_one_is_not_given_away(
     assert holds(file) == [Hold.BROKEN] * 4
 
 
+def refuse(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_what_is_in_the_way_is_told_and_nothing_is_raised(
     path: Path, file: LifelineFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,6 +250,9 @@ def test_what_is_in_the_way_is_told_and_nothing_is_raised(
     with monkeypatch.context() as patched:
         patched.setattr("platform.machine", lambda: "riscv64")
         assert "not known for riscv64" in failure(path)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        assert "can't start new thread; raise the limit" in failure(path)
     with path.open("r+b") as full:
         full.write(path.read_bytes()[:64] + b"x" * (FILE_BYTES - 64))
     assert f"all {CELL_COUNT} cells are taken" in failure(path)

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,9 +15,11 @@ from midstream.adapters.alive import parts
 from midstream.proxy.coordinator import Reason
 from midstream.session.arena import create_arena
 from midstream.session.ids import SessionId
+from midstream.session.lifeline import create_lifeline, lifeline_of
 from midstream.session.ticket import TICKET, worker_dir, write_ticket
 from midstream.sidecar import attach
 from midstream.sidecar.attach import Attached
+from midstream.sidecar.lifeline_watch import LifelineWatch
 from midstream.sidecar.supervise import WorkerState
 from midstream.sidecar.workers import Epoch, Worker, Workers
 from support.attached_engine import AttachedEngine
@@ -46,6 +50,7 @@ class Sidecar:
         arena = self.folder / f"{number}.arena"
         arena.unlink(missing_ok=True)
         create_arena(arena, slot_count=2, page_count=4)
+        create_lifeline(lifeline_of(arena))
         place = {"MIDSTREAM_WORKER": "w0", "MIDSTREAM_EPOCH": str(number), "MIDSTREAM_ARENA": str(arena)}
         current = worker.current
         if current is not None and current.pools:
@@ -61,14 +66,16 @@ class Sidecar:
 
     @asynccontextmanager
     async def following(self) -> AsyncIterator["Sidecar"]:
+        lifelines = LifelineWatch()
         attached = Attached(
             self.worker,
             self.workers,
             self.state,
             self.offer,
-            on_lost=self.on_lost,
+            on_lost=lambda epoch, reason: self.on_lost(epoch, reason),
             on_state=self.on_state,
             on_orphan=self.orphans.append,
+            lifelines=lifelines,
         )
         task = asyncio.create_task(attached.follow())
         try:
@@ -78,6 +85,7 @@ class Sidecar:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            lifelines.close()
 
     async def ready(self, number: int) -> Epoch:
         await until(
@@ -337,3 +345,86 @@ async def test_why_an_engine_died_stays_said_until_it_is_started_again(tmp_path:
         engine.healthy = False
         await until(lambda: sidecar.worker.state is WorkerState.STARTING)
         await until(lambda: "has taken its place and loads" in sidecar.worker.text)
+
+
+async def test_sessions_are_lost_when_a_lifeline_breaks_and_how_the_process_ended_is_told_when_it_is_gone(
+    tmp_path: Path, engine: AttachedEngine
+) -> None:
+    async with Sidecar(tmp_path, engine.url).following() as sidecar:
+        await engine.start("core")
+        core = int((await sidecar.ready(1)).facts["pid"])
+        texts: list[str] = []
+        sidecar.on_lost = lambda epoch, reason: texts.append(sidecar.worker.text)  # type: ignore[method-assign]
+        os.kill(core, signal.SIGKILL)
+        await until(lambda: "killed by SIGKILL" in sidecar.worker.text)
+        assert texts == [f"process core (pid {core}): the kernel is taking it down"]
+
+
+async def test_an_engine_that_is_taken_down_is_not_ready_however_well_it_answers(
+    tmp_path: Path, engine: AttachedEngine
+) -> None:
+    async with Sidecar(tmp_path, engine.url).following() as sidecar:
+        await engine.start("lifeline")
+        await sidecar.ready(1)
+        await engine.tell("let go")
+        await until(lambda: sidecar.worker.state is WorkerState.DEAD)
+        await asyncio.sleep(0.3)
+        assert engine.healthy
+        assert sidecar.worker.state is WorkerState.DEAD
+        assert sidecar.ready_count == 1
+        await engine.kill()
+        await engine.start()
+        second = await sidecar.ready(2)
+        assert second.facts["adopted"]
+        assert sidecar.workers.candidates()[0].adopted == ("w0", 1)
+
+
+async def test_one_that_never_comes_to_its_end_is_no_owner_of_sessions_any_more(
+    tmp_path: Path, engine: AttachedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach, "ENDING_S", 0.2)
+    async with Sidecar(tmp_path, engine.url).following() as sidecar:
+        await engine.start("lifeline")
+        first = await sidecar.ready(1)
+        await engine.tell("let go")
+        # Whoever answers there is served without snapshots.
+        without = await sidecar.ready(0)
+        assert first.dead
+        assert without.arena_path is None
+
+
+async def test_a_new_start_may_come_while_the_old_one_is_taken_down(tmp_path: Path, engine: AttachedEngine) -> None:
+    async with Sidecar(tmp_path, engine.url).following() as sidecar:
+        await engine.start("lifeline")
+        await sidecar.ready(1)
+        await engine.tell("let go")
+        await until(lambda: sidecar.worker.state is WorkerState.DEAD)
+        other = AttachedEngine(sidecar.folder)
+        try:
+            await other.start("lifeline")
+            second = await sidecar.ready(2)
+            assert engine.process is not None
+            engine.process.kill()
+            await asyncio.sleep(0.2)
+            assert sidecar.worker.current is second
+            assert sidecar.worker.state is WorkerState.READY
+            await other.tell("let go")
+            await until(lambda: len(sidecar.lost) == 2)
+            assert sidecar.lost == [(1, Reason.PROCESS_DEATH), (2, Reason.PROCESS_DEATH)]
+        finally:
+            await other.kill()
+
+
+async def test_a_sidecar_that_starts_again_is_told_of_a_lifeline_that_broke_meanwhile(
+    tmp_path: Path, engine: AttachedEngine
+) -> None:
+    async with Sidecar(tmp_path, engine.url).following() as sidecar:
+        await engine.start("lifeline")
+        await sidecar.ready(1)
+    await engine.tell("let go")
+    await asyncio.sleep(0.2)
+    async with Sidecar(tmp_path, engine.url).following() as sidecar:
+        await until(lambda: bool(sidecar.lost))
+        assert sidecar.lost == [(1, Reason.PROCESS_DEATH)]
+        await asyncio.sleep(0.2)
+        assert sidecar.worker.state is WorkerState.DEAD

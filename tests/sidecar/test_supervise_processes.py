@@ -228,6 +228,22 @@ async def test_an_orphan_that_was_never_seen_is_found_by_its_session(tree: Tree)
     watch.close()
 
 
+async def test_a_process_whose_first_thread_is_dead_is_there_until_its_last_one_is(tree: Tree) -> None:
+    code = "import ctypes, os, threading, time\n"
+    code += "threading.Thread(target=time.sleep, args=(60,)).start()\nprint(1, flush=True)\n"
+    code += "ctypes.CDLL(None).syscall({'x86_64': 60, 'aarch64': 93}[os.uname().machine], 0)\n"
+    popen = spawn(code)
+    watch = TreeWatch(known(popen.pid), lambda death: None)
+    watch.start()
+    await until(lambda: read_process(popen.pid) is None)
+    assert popen.poll() is None
+    assert len(watch.living()) == 1
+    assert await watch.kill(0) == []
+    assert popen.poll() == -signal.SIGKILL
+    popen.communicate()
+    watch.close()
+
+
 @pytest.mark.parametrize("obeys", [True, False])
 async def test_a_tree_gets_its_grace_and_then_no_more(obeys: bool) -> None:
     handler = "" if obeys else "signal.signal(signal.SIGTERM, signal.SIG_IGN);"

@@ -4,19 +4,23 @@ import asyncio
 import errno
 import logging
 import os
+import select
 import signal
 import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import uvloop
 
 from midstream.session.errors import EngineError
+from midstream.session.lifeline import create_lifeline
 from midstream.sidecar import supervise_run
 from midstream.sidecar.engine_log import LINE_BYTES_MAX, LineCutter
+from midstream.sidecar.lifeline_watch import LifelineWatch
 from midstream.sidecar.process_watch import Death, TreeWatch
 from midstream.sidecar.processes import Process, read_process
 from midstream.sidecar.supervise import Policy, WorkerState
@@ -26,7 +30,7 @@ from midstream.sidecar.supervise_run import Command, EpochDeath, StateChange, Su
 ENGINE = """
 import http.server, subprocess, sys, time
 {before}
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+child = subprocess.Popen([sys.executable, "-c", {core!r}])
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200 if self.path == "/health" else 404)
@@ -35,6 +39,32 @@ class Handler(http.server.BaseHTTPRequestHandler):
 server = http.server.HTTPServer(("127.0.0.1", {port}), Handler)
 {after}
 server.serve_forever()
+"""
+CORE = "import time; time.sleep(60)"
+# A core that holds a lifeline, which breaks when it gets a SIGUSR1: as if the kernel had begun to take it down.
+HOLDING = """
+import ctypes, os, signal, threading, time
+from pathlib import Path
+from midstream.session.lifeline import take_cell
+
+let_go = threading.Event()
+signal.signal(signal.SIGUSR1, lambda *_: let_go.set())
+
+def hold():
+    take_cell(Path(os.environ["LIFELINE"]), "core")
+    let_go.wait()
+    ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)
+
+threading.Thread(target=hold, daemon=True).start()
+"""
+WAITING = "while True: time.sleep(1)\n"
+# A gigabyte, which takes the kernel some tens of milliseconds to free.
+LARGE = "memory = bytearray(1 << 30)\nfor at in range(0, 1 << 30, 4096): memory[at] = 1\n"
+# Its front end waits until the lifeline is held: then it is so before the engine is ready.
+HELD = """
+import os
+from midstream.session.lifeline import LifelineFile
+while not LifelineFile(__import__("pathlib").Path(os.environ["LIFELINE"])).look(): time.sleep(0.01)
 """
 POLICY = Policy(start_timeout_s=20, stop_timeout_s=5, restart_backoff_s=0.05, restarts_max=3, restarts_window_s=60)
 
@@ -49,22 +79,39 @@ class Engine:
     """A supervised ENGINE and what was told about it."""
 
     def __init__(
-        self, *, before: str = "", after: str = "", policy: Policy = POLICY, argv: tuple[str, ...] | None = None
+        self,
+        *,
+        before: str = "",
+        after: str = "",
+        policy: Policy = POLICY,
+        argv: tuple[str, ...] | None = None,
+        core: str = CORE,
+        lifeline: Path | None = None,
     ) -> None:
         self.port = free_port()
         self.deaths: list[EpochDeath] = []
         self.states: list[StateChange] = []
         self.epochs: list[int] = []
-        code = ENGINE.format(port=self.port, before=before, after=after)
+        code = ENGINE.format(port=self.port, before=before, after=after, core=core)
         self.argv = argv or (sys.executable, "-u", "-c", code)
+        self.lifeline = lifeline
+        self.lifelines = LifelineWatch()
         self.supervised = Supervised(
-            "w-1", self.prepare, policy, on_death=self.deaths.append, on_state=self.states.append
+            "w-1",
+            self.prepare,
+            policy,
+            on_death=self.deaths.append,
+            on_state=self.states.append,
+            lifelines=self.lifelines,
         )
 
     async def prepare(self, epoch: int) -> Command:
         self.epochs.append(epoch)
         env = {**os.environ, "EPOCH": str(epoch)}
-        return Command(self.argv, env, f"http://127.0.0.1:{self.port}")
+        if self.lifeline is not None:
+            create_lifeline(self.lifeline)
+            env["LIFELINE"] = str(self.lifeline)
+        return Command(self.argv, env, f"http://127.0.0.1:{self.port}", self.lifeline)
 
     @property
     def processes(self) -> list[Process]:
@@ -79,6 +126,7 @@ async def running(engine: Engine) -> AsyncIterator[Supervised]:
         yield engine.supervised
     finally:
         await engine.supervised.stop()
+        engine.lifelines.close()
 
 
 async def until(condition: Callable[[], bool], within_s: float = 10) -> None:
@@ -296,3 +344,86 @@ async def test_a_process_that_ended_in_good_order_is_left_to_the_engine_to_judge
         assert supervised.state is WorkerState.READY
         supervised._process_died(1, Death(child, None, is_root=False))
         assert engine.deaths[0].epoch == 1
+
+
+def is_gone(descriptor: int) -> bool:
+    looking = select.poll()
+    looking.register(descriptor, select.POLLIN)
+    return bool(looking.poll(0))
+
+
+async def test_sessions_are_told_of_a_death_at_once_and_the_next_start_waits_until_nothing_is_left(
+    tmp_path: Path,
+) -> None:
+    engine = Engine(core=HOLDING + LARGE + WAITING, after=HELD, lifeline=tmp_path / "1.lifeline")
+    gone: list[tuple[str, bool]] = []
+    async with running(engine) as supervised:
+        core = engine.processes[1]
+        await until(lambda: resident_bytes(core.pid) > 1 << 30)
+        descriptor = os.pidfd_open(core.pid)
+        prepare = engine.prepare
+
+        async def noting(epoch: int) -> Command:
+            gone.append(("start", is_gone(descriptor)))
+            return await prepare(epoch)
+
+        def on_death(death: EpochDeath) -> None:
+            gone.append(("death", is_gone(descriptor)))
+            engine.deaths.append(death)
+
+        supervised._prepare, supervised._on_death = noting, on_death
+        os.kill(core.pid, signal.SIGKILL)
+        await until(lambda: supervised.epoch == 2 and supervised.state is WorkerState.READY, within_s=30)
+        assert gone == [("death", False), ("start", True)]
+        assert engine.deaths[0].text == f"process core (pid {core.pid}): the kernel is taking it down"
+        assert len(engine.deaths) == 1
+        os.close(descriptor)
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def test_what_is_left_of_an_engine_whose_lifeline_broke_is_ended_and_how_is_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    engine = Engine(core=HOLDING + WAITING, after=HELD, lifeline=tmp_path / "1.lifeline")
+    async with running(engine) as supervised:
+        before = engine.processes
+        os.kill(before[1].pid, signal.SIGUSR1)
+        await until(lambda: supervised.epoch == 2 and supervised.state is WorkerState.READY)
+        assert not any(is_alive(process) for process in before)
+        assert len(engine.deaths) == 1
+    assert f"event=death worker=w-1 epoch=1 by=lifeline pid={before[1].pid}" in caplog.messages
+    assert any(line.startswith("event=gone worker=w-1 epoch=1") and "SIGKILL" in line for line in caplog.messages)
+
+
+async def test_a_lifeline_that_breaks_before_the_engine_is_ready_is_left_to_the_engine_to_judge(tmp_path: Path) -> None:
+    after = HELD + "import signal\ntime.sleep(0.2)\nchild.send_signal(signal.SIGUSR1)\ntime.sleep(0.3)\n"
+    engine = Engine(core=HOLDING + WAITING, after=after, lifeline=tmp_path / "1.lifeline")
+    async with running(engine) as supervised:
+        assert supervised.state is WorkerState.READY
+        await asyncio.sleep(0.6)
+        assert engine.deaths == []
+
+
+async def test_an_engine_without_the_file_of_its_lifelines_is_watched_as_ever(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine()
+    engine.lifeline = tmp_path / "1.lifeline"
+    prepare = engine.prepare
+
+    async def without(epoch: int) -> Command:
+        command = await prepare(epoch)
+        assert engine.lifeline is not None
+        engine.lifeline.unlink()
+        return command
+
+    engine.supervised._prepare = without
+    async with running(engine) as supervised:
+        os.kill(engine.processes[1].pid, signal.SIGKILL)
+        await until(lambda: supervised.epoch == 2 and supervised.state is WorkerState.READY)
+        assert "killed by SIGKILL" in engine.deaths[0].text
+    assert "deaths are told by pidfds alone" in caplog.text

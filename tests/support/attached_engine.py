@@ -1,15 +1,19 @@
 """An engine that others start: a real process that claims its place and publishes facts, and a health route beside it.
 
 Run as a program it is that process: `python attached_engine.py FOLDER MODE`, where MODE is what it does besides. With
-MODE `core` it is a front end, and a child of it is the core that publishes the facts.
+MODE `core` it is a front end, and a child of it, which holds a lifeline, is the core that publishes the facts. With
+MODE `lifeline` it holds one itself, and when it is told to it ends the thread that does: then it is as a process that
+the kernel has begun to take down, for as long as a test needs that.
 """
 
 import asyncio
+import ctypes
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, suppress
@@ -19,6 +23,7 @@ from aiohttp import web
 
 from midstream.adapters.alive import told_processes
 from midstream.session.arena_writer import ArenaWriter
+from midstream.session.lifeline import lifeline_of, take_cell
 from midstream.session.ticket import claim_ticket
 
 KEY = {
@@ -35,6 +40,10 @@ KEY = {
         "parallel",
     )
 }
+
+
+# The system call that ends one thread.
+EXIT = {"x86_64": 60, "aarch64": 93}
 
 
 class AttachedEngine:
@@ -118,18 +127,38 @@ def main(folder: str, mode: str) -> None:
         multiprocessing.get_context("fork").Process(target=core, args=(place,)).start()
         time.sleep(60)
     rank = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) if mode == "rank" else None
+    let_go = hold(place) if mode == "lifeline" else None
     publish(place)
     print("claimed", flush=True)
     for line in sys.stdin:
-        if line.strip() == "helper":
+        if let_go is not None:
+            let_go.set()
+        elif line.strip() == "helper":
             subprocess.run([sys.executable, "-c", "import time; time.sleep(0.6)"], check=True)
         elif rank is not None:
             rank.kill()
     time.sleep(60)
 
 
+def hold(place: dict[str, str]) -> threading.Event:
+    """Hold a lifeline until the event is set; it is held when this returns."""
+    held, let_go = threading.Event(), threading.Event()
+
+    def thread() -> None:
+        take_cell(lifeline_of(Path(place["MIDSTREAM_ARENA"])), "core")
+        held.set()
+        let_go.wait()
+        # Of this thread alone. It never comes back to Python, which would end in another way.
+        ctypes.CDLL(None).syscall(EXIT[os.uname().machine], 0)
+
+    threading.Thread(target=thread, daemon=True).start()
+    assert held.wait(10)
+    return let_go
+
+
 def core(place: dict[str, str]) -> None:
     """Be the core of an engine whose front end is another process."""
+    hold(place)
     publish(place)
     print("claimed", flush=True)
     # The pipes are the front end's, whose end must be seen by them.
