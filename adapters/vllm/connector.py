@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from .guard import guarded, log, report
+from .lifelines import hold
 from .loads import StepMeta
 from .marking import re_enter_outputs
 from .scheduler_side import SchedulerSide
@@ -37,6 +38,7 @@ class MidstreamConnector(KVConnectorBase_V1, SupportsHMA):
             log.warning("midstream: this engine was not started beside a sidecar; the connector does nothing")
             return
         self._model_config = vllm_config.model_config
+        hold(settings)
         try:
             if role is KVConnectorRole.SCHEDULER:
                 self.scheduler_side = SchedulerSide(settings, vllm_config, kv_cache_config)
