@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .arena import ArenaMap
-from .commits import FIRST_STEP, RANKS_MAX, commit_cell, commit_offset, following
+from .commits import FIRST_STEP, RANKS_MAX, commit_cell, commit_offset, following, probe_offset
 from .errors import ArenaError
 
 # Stores a number of 8 bytes at an offset of the arena, as soon as what was begun before it is done.
@@ -25,6 +25,15 @@ class CommitWriter:
         self._rank = rank
         self._store = self._at_once if store_in is None else store_in(self._map)
         self._next: int | None = FIRST_STEP
+
+    def store_probe(self, number: int) -> None:
+        """Store a number where nobody reads it but `read_probe`."""
+        self._store(probe_offset(self._rank), number)
+
+    def read_probe(self) -> int:
+        """What was stored there."""
+        offset = probe_offset(self._rank)
+        return int.from_bytes(self._map.view[offset : offset + 8], "little")
 
     def commit(self, step: int) -> bool:
         """All KV that this rank had to write up to and in `step` is written; False where that is not true."""

@@ -54,6 +54,11 @@ def commit_offset(rank: int, step: int) -> int:
     return COMMITS_OFFSET + rank * COMMIT_BYTES + (step & 1) * _CELL.size
 
 
+def probe_offset(rank: int) -> int:
+    """Where a rank may store a number, to see whether its stores arrive: beside its records, which nobody reads."""
+    return COMMITS_OFFSET + rank * COMMIT_BYTES + 2 * _CELL.size
+
+
 def newest_commit(rank: int, line: bytes) -> int | None:
     """The step that a rank's COMMIT_BYTES tell; None when they tell none."""
     steps: list[int] = []

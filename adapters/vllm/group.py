@@ -57,7 +57,9 @@ def _writer(settings: PluginSettings, vllm_config: Any) -> CommitWriter:
         case "cpu":
             return CommitWriter(settings.arena, rank_of_worker())
         case "cuda":
-            return CommitWriter(settings.arena, rank_of_worker(), _behind_the_stream)
+            writer = CommitWriter(settings.arena, rank_of_worker(), _behind_the_stream)
+            _require_stores(writer)
+            return writer
         case other:
             raise ArenaError(f"a rank on {other} cannot say what it has done; use a CPU or a GPU of NVIDIA's")
 
@@ -75,6 +77,17 @@ def _behind_the_stream(arena: ArenaMap) -> Store:
         store_on_stream(torch.cuda.current_stream(device).cuda_stream, begin + offset, cell, device)
 
     return store
+
+
+def _require_stores(writer: CommitWriter) -> None:
+    """Raise ArenaError unless what the GPU stores is there when the stream is done."""
+    import torch
+
+    for number in (1 << 63 | 1, 1 << 62 | 2):
+        writer.store_probe(number)
+        torch.cuda.current_stream().synchronize()
+        if writer.read_probe() != number:
+            raise ArenaError("what this GPU stores does not arrive in the arena; its driver may be too old")
 
 
 def step_of(scheduler_output: Any) -> int | None:

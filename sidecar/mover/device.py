@@ -80,10 +80,10 @@ class Device:
                 self._lanes.close()
                 raise
 
-    def sums(self, side: Side, blocks: Sequence[int]) -> list[int]:
+    def sums(self, side: Side, blocks: Sequence[int], urgency: Urgency) -> list[int]:
         """The sums of blocks, in order. Raises PoolError."""
         # Compared with anything: what is found is what is asked for.
-        return self.run(side, side, Job(blocks, expected=[0] * len(blocks)), Urgency.BACKGROUND).tolist()
+        return self.run(side, side, Job(blocks, expected=[0] * len(blocks)), urgency).tolist()
 
     def run(
         self,

@@ -66,10 +66,10 @@ class DevicePool:
             raise PoolError(f"pool {name}: {error.strerror}; let the mover have more open files") from error
         weakref.finalize(self, _let_go, self._mappings, self._fd).atexit = False
 
-    def sum_blocks(self, blocks: Sequence[int]) -> list[int]:
+    def sum_blocks(self, blocks: Sequence[int], *, urgent: bool = False) -> list[int]:
         """The sums of blocks, in order, in as few launches as can be."""
         self._check(blocks)
-        return self._device.sums(self._side(self._device), blocks)
+        return self._device.sums(self._side(self._device), blocks, Urgency.RESTORE if urgent else Urgency.BACKGROUND)
 
     def copy_to(self, destination: Pool, work: Copies) -> Copied:
         """Copy blocks; a damaged one is left out, and those around it may be copied."""

@@ -37,7 +37,7 @@ class HostPool:
         """The fingerprint, tokens a block, bytes a block."""
         return self.fingerprint, self.layout.block_tokens, self.layout.block_bytes
 
-    def sum_blocks(self, blocks: Sequence[int]) -> list[int]:
+    def sum_blocks(self, blocks: Sequence[int], *, urgent: bool = False) -> list[int]:
         """The XXH3-64 of blocks' bytes, in order."""
         return [self._sum(self.layout.spans(block)) for block in blocks]
 

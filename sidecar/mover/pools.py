@@ -110,8 +110,8 @@ class Pool(Protocol):
     @property
     def pace(self) -> Pace: ...
 
-    def sum_blocks(self, blocks: Sequence[int]) -> list[int]:
-        """The sums of blocks, in order. Raises PoolError."""
+    def sum_blocks(self, blocks: Sequence[int], *, urgent: bool = False) -> list[int]:
+        """The sums of blocks, in order; `urgent`: a session waits for them. Raises PoolError."""
         ...
 
     def copy_to(self, destination: "Pool", work: Copies) -> Copied:

@@ -54,9 +54,9 @@ class RankPools:
         """The GPUs whose kernels can write to any of them."""
         return frozenset().union(*(pool.gpus for pool in self._pools))
 
-    def sum_blocks(self, blocks: Sequence[int]) -> list[int]:
+    def sum_blocks(self, blocks: Sequence[int], *, urgent: bool = False) -> list[int]:
         """One sum over those of a block's parts, for each block in order."""
-        parts = self._each(lambda rank, pool: pool.sum_blocks(blocks))
+        parts = self._each(lambda rank, pool: pool.sum_blocks(blocks, urgent=urgent))
         return [xxhash.xxh3_64_intdigest(b"".join(map(_SUM.pack, sums))) for sums in zip(*parts, strict=True)]
 
     def copy_to(self, destination: Pool, work: Copies) -> Copied:
@@ -111,7 +111,7 @@ class RankPools:
     def _damaged(self, works: Sequence[Copies]) -> list[int | None]:
         """For each of the works the place of its first block that differs from its sum, or None."""
         checked = [block for work in works for block in work.sources[: len(work.expected)]]
-        sums = iter(self.sum_blocks(checked) if checked else [])
+        sums = iter(self.sum_blocks(checked, urgent=True) if checked else [])
         damaged: list[int | None] = []
         for work in works:
             found = [next(sums) for _ in work.expected]

@@ -1,5 +1,6 @@
 """A rank says what it has done, and only that: its step is committed after its KV is written, and never after a gap."""
 
+import ctypes
 import importlib
 import sys
 from collections.abc import Iterator
@@ -115,20 +116,30 @@ def test_on_a_gpu_the_commit_is_a_store_behind_what_the_stream_has_to_do(
         registered.append((address, size_bytes, device))
         return 1 << 40
 
-    cuda = SimpleNamespace(
-        current_device=lambda: 3, current_stream=lambda device: SimpleNamespace(cuda_stream=70 + device)
-    )
+    def synchronize() -> None:
+        for _, at, number, _ in launched:
+            ctypes.c_uint64.from_address(at - (1 << 40) + registered[-1][0]).value = number if working else 0
+        launched.clear()
+
+    stream = SimpleNamespace(cuda_stream=73, synchronize=synchronize)
+    cuda = SimpleNamespace(current_device=lambda: 3, current_stream=lambda device=3: stream)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(vram, "register_host", register)
     monkeypatch.setattr(vram, "store_on_stream", lambda *told: launched.append(told))
     monkeypatch.setattr(group, "rank_of_worker", lambda: 1)
+    working = False
+    with pytest.raises(ArenaError, match="does not arrive"):
+        group.Commits(settings, config(device="cuda"))
+    working = True
     commits = group.Commits(settings, config(device="cuda"))
     commits.done(1, failed=False)
-    [(address, size_bytes, device)] = registered
+    address, size_bytes, device = registered[-1]
     assert (address % 4096, size_bytes, device) == (0, 4096, 3)
     assert launched == [(73, (1 << 40) + commit_offset(1, 1), commit_cell(1, 1), 3)]
     # It is the GPU that writes it, when it comes to it.
     assert committed(settings) == (None, None)
+    synchronize()
+    assert committed(settings) == (None, 1)
 
 
 @pytest.fixture
