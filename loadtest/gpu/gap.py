@@ -23,6 +23,7 @@ from ..load.live import Live
 from ..load.strategies import FAULTY, Strategy, route_of, settings_of
 from ..percentiles import percentile
 from .clock import Clock
+from .deaths import PidfdNews
 from .fleet import Fleet, fleet, kill_core
 from .models import LARGE, large_options, serve
 from .phases import Phases, events, phases
@@ -83,11 +84,16 @@ def scenes(text: str) -> list[Scene]:
 
 @dataclass(frozen=True, slots=True)
 class Struck:
-    """What a scene came to. Gaps are the clients'; `step_ms` is the median time between tokens before the kill."""
+    """What a scene came to.
+
+    Gaps are the clients'; `step_ms` is the median time between tokens before the kill; `gone_ms` is when the killed
+    core's pidfd told that nothing of it is left.
+    """
 
     gaps_ms: tuple[float, ...]
     step_ms: float
     phases: Phases
+    gone_ms: float | None = None
 
 
 async def measure(model: Path, folder: Path, results: Results, clock: Clock, *, wanted: Sequence[Scene]) -> None:
@@ -149,6 +155,7 @@ async def _scene(engines: Fleet, scene: Scene, *, is_last: bool) -> Struck:
     print(f"scene {scene.name}", flush=True)
     load = Load(scene.streams, scene.prompt_tokens, LEAD_TOKENS + AHEAD_TOKENS + REST_TOKENS, f"gap/{scene.name}")
     streams = Streams(route_of(scene.strategy, [sidecar.url]), answer_s=ANSWER_S)
+    news: PidfdNews | None = None
     try:
         await _send_to_victim(engines, scene, streams, load)
         await streams.until(
@@ -159,6 +166,7 @@ async def _scene(engines: Fleet, scene: Scene, *, is_last: bool) -> Struck:
         step_ms = _step_ms(streams.lives)
         killed_at, killed_s = datetime.now(), time.perf_counter()
         core = kill_core(engines.engines[VICTIM])
+        news = PidfdNews(core.pid, killed_s)
         print(
             f"{scene.name}: killed {core.pid}, streams had {[len(live.tokens) for live in streams.lives]}", flush=True
         )
@@ -173,9 +181,11 @@ async def _scene(engines: Fleet, scene: Scene, *, is_last: bool) -> Struck:
         await streams.finish(timeout_s=ANSWER_S)
     finally:
         await streams.close()
+        if news is not None:
+            news.close()
     gaps_ms = [1000 * gap_s for live in streams.lives for gap_s in gaps_of(live.sent_s, live.marks, [killed_s], 1)]
     lines = sidecar.log.read_text(errors="replace").splitlines()
-    return Struck(tuple(gaps_ms), step_ms, phases(events(lines, killed_at)))
+    return Struck(tuple(gaps_ms), step_ms, phases(events(lines, killed_at)), news.gone_ms)
 
 
 async def _send_to_victim(engines: Fleet, scene: Scene, streams: Streams, load: Load) -> None:
@@ -242,7 +252,13 @@ def tell(scene: Scene, struck: Struck, results: Results) -> None:
     )  # fmt: skip
     if scene.strategy is Strategy.RESTART:
         return
-    results.add(PART, f"{scene.name} detection", struck.phases.detection_ms, "ms", bar=20.0)
+    results.add(
+        PART, f"{scene.name} detection", struck.phases.detection_ms, "ms", bar=20.0, by=struck.phases.told_by,
+    )  # fmt: skip
+    if struck.gone_ms is not None:
+        results.add(PART, f"{scene.name} core gone (pidfd)", struck.gone_ms, "ms")
+    else:
+        results.missing(PART, f"{scene.name} core gone (pidfd)", "its parent had collected it already")
     if scene.strategy is Strategy.KV:
         results.add(
             PART, f"{scene.name} copy rate", struck.phases.copy_gb_per_s, "GB/s", bar=TIER_0_GB_PER_S, at_least=True,

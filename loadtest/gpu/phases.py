@@ -1,7 +1,8 @@
 """A takeover's phases, as the logs of the sidecar and its mover tell them. Pure.
 
-Owns what is read from those lines: `event=interrupted`, `event=restored` and `event=resumed`, each with the time at
-which it was written. All figures are milliseconds after the kill unless they say otherwise.
+Owns what is read from those lines: `event=death` (which a lifeline told of), `event=interrupted`, `event=restored` and
+`event=resumed`, each with the time at which it was written. All figures are milliseconds after the kill unless they say
+otherwise.
 """
 
 import re
@@ -15,8 +16,8 @@ from ..percentiles import percentile
 
 # By whom it was written: what engines print is in the same log.
 _LINE = re.compile(
-    r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) \w+ +(?:midstream\.coordinator:|mover) "
-    r"event=(interrupted|restored|resumed) (.*)$"
+    r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) \w+ +(?:midstream\.(?:coordinator|attach|supervise):|mover) "
+    r"event=(death|interrupted|restored|resumed) (.*)$"
 )
 _FIELD = re.compile(r"(\w+)=(\S+)")
 
@@ -46,6 +47,12 @@ class Phases:
     reasons: dict[str, int] = field(default_factory=dict)
     outcomes: dict[str, int] = field(default_factory=dict)
     details: dict[str, int] = field(default_factory=dict)
+    lifeline_ms: float | None = None
+
+    @property
+    def told_by(self) -> str:
+        """What told of the death."""
+        return "pidfd" if self.lifeline_ms is None else "lifeline"
 
     def told(self) -> dict[str, Any]:
         """For the line of a figure."""
@@ -90,6 +97,7 @@ def phases(found: Iterable[Event]) -> Phases:
         reasons=_counts(interrupted, "reason"),
         outcomes=_counts(resumed, "outcome"),
         details=_counts(resumed, "detail"),
+        lifeline_ms=min((event.at_ms for event in found if event.name == "death"), default=None),
     )
 
 

@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ...session.held import HolderClient, create_host_pool, map_pool
+from . import deaths
 from .results import Results
 
 PART = "probe"
@@ -300,6 +301,7 @@ NEEDS: tuple[tuple[str, Callable[[], str]], ...] = (
     ("locks (flock)", _flock),
     ("descriptors over sockets (SEQPACKET, SO_PEERCRED, SCM_RIGHTS)", _seqpacket),
     ("deaths (pidfd)", _pidfd),
+    ("deaths at once (lifeline)", deaths.on_the_host),
     ("rescue (pidfd_getfd)", _pidfd_getfd),
     ("helpers end with their parent (PDEATHSIG)", _death_signal),
     ("processes (/proc)", _proc),
@@ -308,4 +310,5 @@ NEEDS: tuple[tuple[str, Callable[[], str]], ...] = (
     ("CUDA bindings", _cuda),
     ("NVRTC", _nvrtc),
     ("a device pool outlives its maker", _outlives),
+    ("deaths at once on a GPU (lifeline)", deaths.on_a_gpu),
 )

@@ -61,6 +61,15 @@ def test_a_log_in_which_nothing_happened_has_no_figures() -> None:
     assert found.copy_gb_per_s is None
 
 
+def test_a_death_that_a_lifeline_told_of_is_found_whoever_started_the_engine() -> None:
+    assert phases(events(LOG.splitlines(), KILLED_AT)).told_by == "pidfd"
+    for logger in ("midstream.attach", "midstream.supervise"):
+        line = f"2026-01-02 12:00:00,003 INFO    {logger}: event=death worker=a epoch=1 by=lifeline pid=17"
+        found = phases(events([line, *LOG.splitlines()], KILLED_AT))
+        assert (found.told_by, found.lifeline_ms) == ("lifeline", 3.0)
+        assert found.sessions == 2
+
+
 def live_of(arrivals_s: list[float], first: int = 1) -> Live:
     """A stream that got one token at each of these moments."""
     live = Live(Ask(0, "/v1/completions", {}, len(arrivals_s)), 0, 0.0, sent_s=0.0)
@@ -165,11 +174,14 @@ def test_a_scene_tells_its_figures_and_the_comparison_follows(tmp_path: Path) ->
     results = Results(tmp_path / "figures.jsonl", io.StringIO())
     for strategy, gaps_ms in (("kv", (70.0, 80.0)), ("recompute", (700.0, 1600.0)), ("restart", (900.0, 900.0))):
         scene = gap.Scene(Strategy(strategy), 2, 4000)
-        gap.tell(scene, struck(gaps_ms=gaps_ms), results)
+        gap.tell(scene, struck(gaps_ms=gaps_ms, gone_ms=140.0 if strategy == "kv" else None), results)
     told = {figure.name: figure for figure in results.figures}
     assert told["kv:2x4000 gap p50"].value == 75.0
     assert told["kv:2x4000 gap p99"].met is True
     assert told["kv:2x4000 detection"].met is True
+    assert told["kv:2x4000 detection"].more == {"by": "pidfd"}
+    assert told["kv:2x4000 core gone (pidfd)"].value == 140.0
+    assert "collected" in told["recompute:2x4000 core gone (pidfd)"].more["why"]
     assert told["kv:2x4000 exact"].met is False
     assert told["kv:2x4000 copy rate"].met is False
     assert told["recompute:2x4000 gap p99"].bar is None
