@@ -29,6 +29,7 @@ from .commits import (
     agreed_step,
     committed_len,
     decode_marks,
+    mark_seed,
     newest_commit,
 )
 from .errors import ArenaError
@@ -335,7 +336,7 @@ class ArenaReader:
             return journal_len
         start = self._map.slot_offset(slot.index)
         raw = bytes(self._map.view[start + MARKS_OFFSET : start + SLOT_BYTES])
-        marks = decode_marks(slot.session, slot.generation, raw)
+        marks = decode_marks(mark_seed(slot.session, slot.generation), raw)
         return committed_len(journal_len, slot.resumed, marks, agreed_step(commits))
 
     def table(self, slot: Slot) -> Table:

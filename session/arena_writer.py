@@ -12,7 +12,7 @@ from typing import Any
 
 from .arena import KIND_JOURNAL, KIND_TABLE, ArenaMap, Counter
 from .cells import NO_PAGE, ChainWriter, chain_seed
-from .commits import MARK_BYTES, encode_mark, mark_offset
+from .commits import MARK_BYTES, encode_mark, mark_offset, mark_seed
 from .ids import SessionId
 from .records import (
     INBOX_BYTES,
@@ -90,10 +90,10 @@ class ArenaWriter:
         self._map.view[offset : offset + RECORD_BYTES] = encode_record(slot)
         return slot
 
-    def write_mark(self, slot: Slot, journal_len: int, step: int) -> None:
+    def write_mark(self, index: int, seed: int, journal_len: int, step: int) -> None:
         """Say which step the newest output of a slot's session is of."""
-        offset = self._map.slot_offset(slot.index) + mark_offset(journal_len)
-        self._map.view[offset : offset + MARK_BYTES] = encode_mark(slot.session, slot.generation, journal_len, step)
+        offset = self._map.slot_offset(index) + mark_offset(journal_len)
+        self._map.view[offset : offset + MARK_BYTES] = encode_mark(seed, journal_len, step)
 
     def sequence_of(self, index: int) -> int:
         """The newest sequence number in a slot, so that a new session's records outrank the old one's."""
@@ -139,6 +139,7 @@ class SlotWriter:
         self._arena = arena
         self._slot = replace(slot, sequence=arena.sequence_of(slot.index))
         self._session = bytes.fromhex(slot.session)
+        self._mark_seed = mark_seed(slot.session, slot.generation)
         self._journal = self._chain(KIND_JOURNAL, 0)
         self._table = self._chain(KIND_TABLE, 0)
         self._alive = True
@@ -173,7 +174,7 @@ class SlotWriter:
     def mark(self, step: int) -> None:
         """What is journaled up to here is of this step, or of earlier ones: for engines with several ranks."""
         if self._alive:
-            self._arena.write_mark(self._slot, len(self._journal), step)
+            self._arena.write_mark(self._slot.index, self._mark_seed, len(self._journal), step)
 
     def append_blocks(self, ids: Iterable[int]) -> bool:
         """Add blocks at the end of the table; call it before the step that writes to them."""

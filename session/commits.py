@@ -30,7 +30,8 @@ _CELL = struct.Struct("<Q")
 _COMMIT = struct.Struct("<8sII")
 _COMMIT_KIND = b"MIDRANKS"
 _MARK = struct.Struct("<III")
-_MARK_CHECKED = struct.Struct("<8s16sIII")
+_MARK_BODY = struct.Struct("<II")
+_MARK_OWNER = struct.Struct("<8s16sI")
 _MARK_KIND = b"MIDMARKS"
 
 
@@ -83,10 +84,14 @@ def agreed_step(commits: Iterable[int | None]) -> int | None:
     return agreed
 
 
-def encode_mark(session: SessionId, generation: int, journal_len: int, step: int) -> bytes:
+def mark_seed(session: SessionId, generation: int) -> int:
+    """The check that those of a session's marks continue."""
+    return crc32(_MARK_OWNER.pack(_MARK_KIND, bytes.fromhex(session), generation))
+
+
+def encode_mark(seed: int, journal_len: int, step: int) -> bytes:
     """That the journal was so long after `step`."""
-    checked = _MARK_CHECKED.pack(_MARK_KIND, bytes.fromhex(session), generation, journal_len, step)
-    return _MARK.pack(journal_len, step, crc32(checked))
+    return _MARK.pack(journal_len, step, crc32(_MARK_BODY.pack(journal_len, step), seed))
 
 
 def mark_offset(journal_len: int) -> int:
@@ -94,12 +99,11 @@ def mark_offset(journal_len: int) -> int:
     return MARKS_OFFSET + journal_len % MARKS_MAX * MARK_BYTES
 
 
-def decode_marks(session: SessionId, generation: int, marks: bytes) -> dict[int, int]:
+def decode_marks(seed: int, marks: bytes) -> dict[int, int]:
     """The steps of a session's newest outputs, by the length of the journal with each of them."""
     found = {}
     for journal_len, step, check in _MARK.iter_unpack(marks[: MARKS_MAX * MARK_BYTES]):
-        checked = _MARK_CHECKED.pack(_MARK_KIND, bytes.fromhex(session), generation, journal_len, step)
-        if check == crc32(checked):
+        if check == crc32(_MARK_BODY.pack(journal_len, step), seed):
             found[journal_len] = step
     return found
 

@@ -24,6 +24,7 @@ from midstream.session.commits import (
     following,
     is_reached,
     mark_offset,
+    mark_seed,
     newest_commit,
 )
 from midstream.session.errors import ArenaError
@@ -103,14 +104,14 @@ def test_marks_fill_what_a_slot_has_beside_records_and_inbox() -> None:
 
 
 def test_a_mark_is_of_one_generation_of_one_session() -> None:
-    mark = encode_mark(A, 2, 9, 77).ljust(96, b"\0")
-    assert decode_marks(A, 2, mark) == {9: 77}
-    assert decode_marks(A, 3, mark) == decode_marks(B, 2, mark) == {}
+    mark = encode_mark(mark_seed(A, 2), 9, 77).ljust(96, b"\0")
+    assert decode_marks(mark_seed(A, 2), mark) == {9: 77}
+    assert decode_marks(mark_seed(A, 3), mark) == decode_marks(mark_seed(B, 2), mark) == {}
     for at in range(12):
         for bit in range(8):
             flipped = bytearray(mark)
             flipped[at] ^= 1 << bit
-            assert decode_marks(A, 2, bytes(flipped)) == {}
+            assert decode_marks(mark_seed(A, 2), bytes(flipped)) == {}
 
 
 @given(
