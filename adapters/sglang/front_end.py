@@ -11,7 +11,7 @@ from contextlib import aclosing
 from typing import Any
 
 from ...session.marker import FIELD, NAME, Marker
-from ..vllm.guard import guarded, log, patch, report
+from ..guard import guarded, log, patch, report
 from .marking import field
 from .token_ids import Tap, finishes, has_ids
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..alive import told_processes
-from ..vllm.guard import guarded, log, missing
+from ..guard import guarded, log, missing
 from ..weights import model_fingerprint, tokenizer_fingerprint
 from . import penalties
 from .obstacles import of_model, of_options

@@ -1,16 +1,16 @@
 """SGLang's plugin: installs the hooks of this process.
 
 Runs in the engine's first process, which serves HTTP, and in each scheduler. Everything here is off unless the engine
-was started beside a sidecar (settings.py), and each hook is installed by itself: one that does not fit this SGLang is
-left out.
+was started beside a sidecar (plugin_settings.py), and each hook is installed by itself: one that does not fit this
+SGLang is left out.
 """
 
 import multiprocessing
-import os
 
-from ...session.ticket import claim_place
-from ..vllm.guard import guarded, log
-from ..vllm.settings import WORKER, plugin_settings
+from ...session.errors import LifelineError
+from ...session.lifeline import hold_lifeline, lifeline_of
+from ..guard import guarded, log
+from ..plugin_settings import claim, plugin_settings
 from .marking import draw_field
 from .obstacles import TESTED_VERSIONS
 
@@ -23,10 +23,14 @@ def register() -> None:
     global _registered
     if _registered:
         return
-    _claim()
-    if plugin_settings() is None:
+    claim()
+    settings = plugin_settings()
+    if settings is None:
         return
     _registered = True
+    if settings.arena is not None:
+        name = multiprocessing.current_process().name
+        hold_lifeline(lifeline_of(settings.arena), name, on_failure=_without_lifeline)
     from .settings_of_engine import engine_version
 
     if engine_version() not in TESTED_VERSIONS:
@@ -43,11 +47,5 @@ def register() -> None:
     guarded(default=None)(scheduler_hooks.install)()
 
 
-@guarded(default=None)
-def _claim() -> None:
-    try:
-        claim_place(os.environ)
-    except Exception:
-        # All processes of an engine have a place or none has: a child must not find the one that its parent did not.
-        os.environ.pop(WORKER, None)
-        raise
+def _without_lifeline(error: LifelineError) -> None:
+    log.warning("midstream: %s; its death is told later", error)

@@ -9,20 +9,18 @@ allocates as it always did and the sidecar is told nothing: sessions then have n
 import hashlib
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ...session.errors import ArenaError, PoolError
 from ...session.held import HolderClient
 from ...session.layout import PoolMeta
-from ..alive import require_gone
-from ..vllm.guard import log, patch, report
-from ..vllm.pool_host import HostMemory
-from ..vllm.pool_layout import layout_of, meaning_of
-from ..vllm.settings import PluginSettings, plugin_settings
+from ..guard import log, patch, report
+from ..held_pool import aligned, offered
+from ..plugin_settings import PluginSettings, plugin_settings
+from ..pool_host import HostMemory
+from ..pool_layout import layout_of, meaning_of
 
-ALIGNMENT = 4096
 RANK = 0
 
 
@@ -89,17 +87,13 @@ def _shapes(pool: Any) -> list[tuple[int, ...]]:
     return keys + [(slots, pool.head_num, pool.v_head_dim)] * pool.layer_num
 
 
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
-
-
 def _form_of(pool: Any) -> str:
     text = repr((_shapes(pool), str(pool.store_dtype), pool.page_size))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _memory_for(settings: PluginSettings, pool: Any) -> tuple[HostMemory, str | None]:
-    size_bytes = sum(_aligned(math.prod(shape) * pool.store_dtype.itemsize) for shape in _shapes(pool))
+    size_bytes = sum(aligned(math.prod(shape) * pool.store_dtype.itemsize) for shape in _shapes(pool))
     if settings.adopt is not None:
         try:
             return _adopt(settings, pool, size_bytes)
@@ -111,36 +105,16 @@ def _memory_for(settings: PluginSettings, pool: Any) -> tuple[HostMemory, str | 
 def _adopt(settings: PluginSettings, pool: Any, size_bytes: int) -> tuple[HostMemory, str]:
     from .identity import may_adopt
 
-    if settings.arena is None or not may_adopt():
+    if not may_adopt():
         raise PoolError("this engine could not be seen to keep off the old sessions' pages")
-    pools = _gone(settings).get("pools") or []
-    if not pools:
-        raise PoolError("the old engine had no pool")
-    name = str(pools[RANK])
-    fd, body = HolderClient(settings.holder).get(name)
+    fd, old = offered(settings, RANK)
     try:
-        meta = PoolMeta.from_json(body)
-        if meta.size_bytes != size_bytes or meta.owner.get("shape") != _form_of(pool):
-            raise PoolError(f"pool {name} has another size or shape; start the engine with the same options")
-        return HostMemory.adopt(fd, meta, pool.device), name
+        if old.meta.size_bytes != size_bytes or old.meta.owner.get("shape") != _form_of(pool):
+            raise PoolError(f"pool {old.name} has another size or shape; start the engine with the same options")
+        return HostMemory.adopt(fd, old.meta, pool.device), old.name
     except Exception:
         os.close(fd)
         raise
-
-
-def _gone(settings: PluginSettings) -> Mapping[str, Any]:
-    """The facts of the old engine, of which no process is left; waits for that, bounded. PoolError, ArenaError."""
-    from ...session.arena import ArenaReader
-
-    if settings.adopt is None:
-        raise PoolError("no arena to adopt from is named")
-    reader = ArenaReader(settings.adopt)
-    try:
-        facts = reader.facts() or {}
-    finally:
-        reader.close()
-    require_gone(facts)
-    return facts
 
 
 def _laid_into(memory: HostMemory, original: Any, pool: Any) -> None:
@@ -164,7 +138,7 @@ def _laid_into(memory: HostMemory, original: Any, pool: Any) -> None:
             if end + size_bytes > memory.size_bytes:
                 return torch.zeros(shape, **options)
             laid = memory.tensor(end, size_bytes).view(dtype).view(*shape)
-            end = _aligned(end + size_bytes)
+            end = aligned(end + size_bytes)
             return laid
 
     module.torch = Placing()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
-from ..vllm.guard import log
+from ..guard import log
 
 
 def re_enter(request: Any, outputs: Sequence[int], finish: str, think_end_id: int | None) -> bool:

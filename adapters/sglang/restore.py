@@ -15,7 +15,7 @@ from ...session.arena import Counter
 from ...session.arena_writer import ArenaWriter, SlotWriter
 from ...session.marker import KvSource
 from ...session.records import LoadState
-from ..vllm.guard import report
+from ..guard import report
 from .pages import Pages
 from .reservations import Reservations, Taken
 from .tracked import Phase, Tracked, complete_positions

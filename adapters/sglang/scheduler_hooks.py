@@ -6,8 +6,8 @@ parameters, before the scheduler is made.
 
 from typing import Any
 
-from ..vllm.guard import guarded, log, patch, report
-from ..vllm.settings import plugin_settings
+from ..guard import guarded, log, patch, report
+from ..plugin_settings import plugin_settings
 from .scheduler_side import SchedulerSide
 
 _side: SchedulerSide | None = None

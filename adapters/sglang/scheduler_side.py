@@ -14,9 +14,9 @@ from ...session.arena_writer import ArenaWriter
 from ...session.marker import FINISHES as ENDS
 from ...session.marker import KvSource, Marker
 from ...session.records import LoadState
+from ..guard import count_errors_with, log, report
+from ..plugin_settings import PluginSettings
 from ..prompt import prompt_hash
-from ..vllm.guard import count_errors_with, log, report
-from ..vllm.settings import PluginSettings
 from . import penalties
 from .identity import facts_of
 from .marking import checked_marker

@@ -14,12 +14,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from .guard import guarded, log, report
+from ..guard import guarded, log, report
+from ..plugin_settings import plugin_settings
 from .lifelines import hold
 from .loads import StepMeta
 from .marking import re_enter_outputs
 from .scheduler_side import SchedulerSide
-from .settings import plugin_settings
 from .worker_side import WorkerSide
 
 NOTHING: frozenset[Any] = frozenset()

@@ -8,9 +8,9 @@
 import contextlib
 from typing import Any
 
+from ..guard import guarded, patch, report
 from .generators import adopt_generator
 from .group import step_of
-from .guard import guarded, patch, report
 from .marking import resumed_outputs
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from ...session.arena import ArenaMap
 from ...session.commit_writer import CommitWriter, Store
 from ...session.errors import ArenaError
-from .guard import log
-from .settings import PluginSettings
+from ..guard import log
+from ..plugin_settings import PluginSettings
 
 
 def rank_count(vllm_config: Any) -> int:

@@ -8,12 +8,12 @@ from typing import Any
 from ...session.errors import PoolError
 from ...session.held import HolderClient
 from ..alive import told_processes
+from ..guard import guarded, log, missing
+from ..plugin_settings import PluginSettings
 from ..weights import model_fingerprint, tokenizer_fingerprint
 from .generators import draws_are_known
 from .group import rank_count
-from .guard import guarded, log, missing
 from .obstacles import obstacles, of_options, plain_version
-from .settings import PluginSettings
 
 _MODEL_OPTIONS = ("max_model_len", "generation_config", "override_generation_config", "hf_overrides", "logprobs_mode")
 _DRIVER = Path("/sys/module/nvidia/version")

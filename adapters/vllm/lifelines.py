@@ -10,8 +10,8 @@ from typing import Any
 
 from ...session.errors import LifelineError
 from ...session.lifeline import hold_lifeline, lifeline_of
-from .guard import guarded, log, patch
-from .settings import PluginSettings, plugin_settings
+from ..guard import guarded, log, patch
+from ..plugin_settings import PluginSettings, plugin_settings
 
 
 def install() -> None:

@@ -12,8 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ..guard import guarded, patch
 from ..weights import model_fingerprint
-from .guard import guarded, patch
 
 # More than any engine has loaded; beyond it the oldest are read again.
 KNOWN_MAX = 4096

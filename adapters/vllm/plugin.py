@@ -1,15 +1,13 @@
 """vLLM's `general_plugins` entry point: installs the hooks that a KV connector alone cannot provide.
 
 Runs in every process of the engine, possibly more than once. Everything here is off unless the engine was started
-beside a sidecar (settings.py), and each hook is installed by itself: one that does not fit this vLLM is left out.
+beside a sidecar (plugin_settings.py), and each hook is installed by itself: one that does not fit this vLLM is left
+out.
 """
 
-import os
-
-from ...session.ticket import claim_place
-from .guard import guarded, log
+from ..guard import guarded, log, speak_through
+from ..plugin_settings import claim, plugin_settings
 from .obstacles import TESTED_VERSIONS, plain_version
-from .settings import WORKER, plugin_settings
 
 _registered = False
 
@@ -20,7 +18,8 @@ def register() -> None:
     global _registered
     if _registered:
         return
-    _claim()
+    speak_through("vllm")
+    claim()
     if plugin_settings() is None:
         return
     _registered = True
@@ -40,13 +39,3 @@ def register() -> None:
         lifelines.install,
     ):
         guarded(default=None)(install)()
-
-
-@guarded(default=None)
-def _claim() -> None:
-    try:
-        claim_place(os.environ)
-    except Exception:
-        # All processes of an engine have a place or none has: a child must not find the one that its parent did not.
-        os.environ.pop(WORKER, None)
-        raise

@@ -12,44 +12,18 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ...session.errors import ArenaError, PoolError
 from ...session.held import HolderClient
 from ...session.layout import PoolMeta
-from ..alive import require_gone
+from ..guard import guarded, log, patch, report
+from ..held_pool import Adopted, Memory, aligned, offered
+from ..plugin_settings import PluginSettings, plugin_settings
+from ..pool_layout import layout_of, meaning_of
 from .group import rank_of_worker
-from .guard import guarded, log, patch, report
-from .pool_layout import layout_of, meaning_of
-from .settings import PluginSettings, plugin_settings
 
-# Each tensor begins at one, as those of the engine's own allocators do.
-ALIGNMENT = 4096
 DEVICES = ("cpu", "cuda")
-
-
-class Memory(Protocol):
-    """A pool's memory in this process: descriptor and mapping stay open as long as the engine lives."""
-
-    fd: int
-    size_bytes: int
-    memory: str
-    identity: str
-
-    @property
-    def address(self) -> int:
-        """Where it begins in this process."""
-
-    def tensor(self, offset: int, size_bytes: int) -> Any:
-        """`size_bytes` of it as int8."""
-
-
-@dataclass(frozen=True, slots=True)
-class Adopted:
-    """The pool of the epoch before, in which this engine runs."""
-
-    name: str
-    meta: PoolMeta
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +54,7 @@ class Wanted:
         sizes = [shared, *(t.size for t in config.kv_cache_tensors if not t.block_stride > 0)]
         text = repr((config.num_blocks, config.kv_cache_tensors, config.kv_cache_groups, words))
         shape = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-        return cls(sum(sizes), sum(map(_aligned, sizes)), shape)
+        return cls(sum(sizes), sum(map(aligned, sizes)), shape)
 
 
 _placed: PlacedPool | None = None
@@ -205,7 +179,7 @@ def _laid_into(memory: Memory, module: Any, allocate: Callable[[], Any]) -> Any:
                 except Exception:
                     report("a tensor in the KV pool")
                 else:
-                    end = _aligned(end + size[0])
+                    end = aligned(end + size[0])
                     return laid
             return torch.zeros(*size, **options)
 
@@ -214,10 +188,6 @@ def _laid_into(memory: Memory, module: Any, allocate: Callable[[], Any]) -> Any:
         return allocate()
     finally:
         module.torch = torch
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
 @guarded(default="unknown")
@@ -230,10 +200,10 @@ def _order_of_dimensions() -> str:
 
 def _kind(device: Any) -> Any:
     if device.type == "cuda":
-        from .pool_cuda import CudaMemory
+        from ..pool_cuda import CudaMemory
 
         return CudaMemory
-    from .pool_host import HostMemory
+    from ..pool_host import HostMemory
 
     return HostMemory
 
@@ -273,43 +243,6 @@ def _adopt(settings: PluginSettings, wanted: Wanted, device: Any, rank: int, *, 
     except Exception:
         os.close(fd)
         raise
-
-
-def offered(settings: PluginSettings, rank: int) -> tuple[int, Adopted]:
-    """A descriptor (the caller closes it) of the pool that this rank's worker may take over, whose owner is gone.
-
-    Raises PoolError or ArenaError where there is none.
-    """
-    from ...session.arena import ArenaReader
-
-    if settings.arena is None:
-        raise PoolError("without an arena of its own this engine could not keep off the old sessions' blocks")
-    ArenaReader(settings.arena).close()
-    pools = gone(settings).get("pools") or []
-    if rank >= len(pools):
-        raise PoolError(f"the old engine had no pool for rank {rank}")
-    name = str(pools[rank])
-    fd, body = HolderClient(settings.holder).get(name)
-    try:
-        return fd, Adopted(name, PoolMeta.from_json(body))
-    except PoolError:
-        os.close(fd)
-        raise
-
-
-def gone(settings: PluginSettings) -> Mapping[str, Any]:
-    """The facts of the old engine, of which no process is left; waits for that, bounded. PoolError, ArenaError."""
-    from ...session.arena import ArenaReader
-
-    if settings.adopt is None:
-        raise PoolError("no arena to adopt from is named")
-    reader = ArenaReader(settings.adopt)
-    try:
-        facts = reader.facts() or {}
-    finally:
-        reader.close()
-    require_gone(facts)
-    return facts
 
 
 def _kept_off() -> bool:

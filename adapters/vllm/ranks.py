@@ -7,7 +7,7 @@ everybody's decoding, also of a session that is being taken up. Counted row by r
 
 from typing import Any
 
-from .guard import patch
+from ..guard import patch
 
 
 def install() -> None:

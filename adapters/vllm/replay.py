@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...session.marker import Resume
-from .guard import log, patch, report
+from ..guard import log, patch, report
 from .marking import checked_marker, ending_of
 from .piecewise import kept_apart, needs_pieces
 

@@ -14,11 +14,11 @@ from typing import Any
 from ...session.errors import ArenaError, PoolError
 from ...session.layout import cuda_memory
 from ...session.vram import device_uuid
+from ..guard import guarded, log, patch
+from ..held_pool import gone, offered
+from ..plugin_settings import plugin_settings
 from .group import rank_of_worker
-from .guard import guarded, log, patch
 from .identity import may_adopt
-from .pool import gone, offered
-from .settings import plugin_settings
 
 _worker: Any = None
 _kv_bytes: int | None = None

@@ -17,15 +17,15 @@ from ...session.commits import following
 from ...session.ids import SessionId
 from ...session.marker import KvSource, Marker
 from ...session.records import LoadState
+from ..guard import count_errors_with, guarded, log, report
+from ..plugin_settings import PluginSettings
 from ..prompt import prompt_hash
 from .generators import draws_are_known
-from .guard import count_errors_with, guarded, log, report
 from .identity import facts_of
 from .loads import Load, StepMeta
 from .lora import session_hash
 from .quarantine import Quarantine
 from .reservations import Reservations
-from .settings import PluginSettings
 
 FINISHES = ("stop", "length", "abort")
 RESERVATION_CHECK_S = 1.0

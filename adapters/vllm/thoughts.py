@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from .guard import patch, report
+from ..guard import patch, report
 
 
 def install() -> None:

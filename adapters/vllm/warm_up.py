@@ -8,7 +8,7 @@ it shuffles experts. (The V1 runner warms up with slots of -1, which its kernels
 
 from typing import Any
 
-from .guard import patch
+from ..guard import patch
 
 NULL_BLOCK = 0
 

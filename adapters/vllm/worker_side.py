@@ -10,12 +10,12 @@ from typing import Any
 from ...session.arena import ArenaReader, Slot, SlotState
 from ...session.ids import SessionId
 from ...session.records import LoadState
+from ..guard import guarded, report
+from ..plugin_settings import PluginSettings
 from . import pool, ranks
 from .group import Commits
-from .guard import guarded, report
 from .identity import may_adopt
 from .loads import Load
-from .settings import PluginSettings
 
 NO_HASH = "0" * 32
 

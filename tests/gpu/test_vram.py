@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from midstream.adapters.vllm.pool_cuda import CudaMemory
+from midstream.adapters.pool_cuda import CudaMemory
 from midstream.session import vram
 from midstream.session.errors import PoolError
 from midstream.session.held import HolderClient, check_device_pool, rescue

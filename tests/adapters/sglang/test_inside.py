@@ -137,7 +137,7 @@ catch_up(orchestrator(plain), 0, [1, 2])
 HOOKS = """
 import os
 from midstream.adapters.sglang import front_end, marking, pool, scheduler_hooks
-from midstream.adapters.vllm import guard
+from midstream.adapters import guard
 
 marking.draw_field()
 front_end.install(), pool.install(), scheduler_hooks.install()

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import midstream.adapters.vllm as package
+from midstream.adapters.plugin_settings import PluginSettings
 from midstream.adapters.vllm import core_hooks, group
-from midstream.adapters.vllm.settings import PluginSettings
 from midstream.session import vram
 from midstream.session.arena import ArenaReader, create_arena
 from midstream.session.arena_writer import ArenaWriter

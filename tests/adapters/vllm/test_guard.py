@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from midstream.adapters.vllm import guard
+from midstream.adapters import guard
 from midstream.adapters.vllm.plugin import register
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from midstream.adapters.plugin_settings import PluginSettings
 from midstream.adapters.vllm import identity
-from midstream.adapters.vllm.settings import PluginSettings
 from midstream.session.errors import PoolError
 from midstream.session.key import CompatibilityKey
 

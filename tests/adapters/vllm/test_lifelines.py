@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from midstream.adapters.vllm import guard, lifelines
-from midstream.adapters.vllm.settings import PluginSettings
+from midstream.adapters import guard
+from midstream.adapters.plugin_settings import PluginSettings
+from midstream.adapters.vllm import lifelines
 from midstream.session.lifeline import LifelineFile, create_lifeline
 
 SETTINGS = """
 import multiprocessing, sys, time
 from pathlib import Path
 from midstream.adapters.vllm.lifelines import _with_front_end, hold
-from midstream.adapters.vllm.settings import PluginSettings, plugin_settings
+from midstream.adapters.plugin_settings import PluginSettings, plugin_settings
 settings = PluginSettings("w", 1, Path("holder"), Path(sys.argv[1]), None, 10.0)
 """
 CORE = """

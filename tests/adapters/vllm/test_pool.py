@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
+from midstream.adapters import guard, held_pool
 from midstream.adapters import vllm as package
-from midstream.adapters.vllm import guard, pool, warm_up
-from midstream.adapters.vllm.pool_host import HostMemory
-from midstream.adapters.vllm.pool_layout import meaning_of
-from midstream.adapters.vllm.settings import PluginSettings
+from midstream.adapters.plugin_settings import PluginSettings
+from midstream.adapters.pool_host import HostMemory
+from midstream.adapters.pool_layout import meaning_of
+from midstream.adapters.vllm import pool, warm_up
 from midstream.session.arena import create_arena
 from midstream.session.arena_writer import ArenaWriter
 from midstream.session.errors import PoolError
@@ -86,6 +87,7 @@ def offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
     settings = PluginSettings("w0", 2, tmp_path / "holder.sock", arenas[1], arenas[0], 10.0)
     monkeypatch.setattr(pool, "plugin_settings", lambda: settings)
+    monkeypatch.setattr(held_pool, "HolderClient", Holder)
     monkeypatch.setattr(pool, "HolderClient", Holder)
     monkeypatch.setattr(pool, "rank_of_worker", lambda: 0)
     monkeypatch.setattr(pool, "_placed", None)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import midstream.adapters.vllm as package
+from midstream.adapters.plugin_settings import PluginSettings
 from midstream.adapters.prompt import prompt_hash
-from midstream.adapters.vllm.settings import PluginSettings
 from midstream.session.arena import ArenaReader, create_arena
 from midstream.session.commit_writer import CommitWriter
 from midstream.session.ids import SessionId

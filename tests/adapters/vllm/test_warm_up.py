@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from midstream.adapters.vllm import guard, warm_up
+from midstream.adapters import guard
+from midstream.adapters.vllm import warm_up
 
 
 class BlockTables:

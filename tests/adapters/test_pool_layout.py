@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 
-from midstream.adapters.vllm.pool_layout import layout_of, meaning_of
+from midstream.adapters.pool_layout import layout_of, meaning_of
 from midstream.session.errors import PoolError
 from midstream.session.layout import Plane
 from support.views import View

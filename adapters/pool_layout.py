@@ -9,8 +9,8 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from ...session.errors import PoolError
-from ...session.layout import Plane, PoolLayout
+from ..session.errors import PoolError
+from ..session.layout import Plane, PoolLayout
 
 HALVES = 2
 

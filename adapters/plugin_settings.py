@@ -4,6 +4,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..session.ticket import claim_place
+from .guard import guarded
+
 ARENA = "MIDSTREAM_ARENA"
 ADOPT = "MIDSTREAM_ADOPT"
 HOLDER = "MIDSTREAM_HOLDER"
@@ -41,3 +44,14 @@ def plugin_settings() -> PluginSettings | None:
         Path(env[ADOPT]) if env.get(ADOPT) else None,
         float(env.get(LOAD_TIMEOUT, "10")),
     )
+
+
+@guarded(default=None)
+def claim() -> None:
+    """In the first process of an engine that others start: take the place that is offered to it, if one is."""
+    try:
+        claim_place(os.environ)
+    except Exception:
+        # All processes of an engine have a place or none has: a child must not find the one that its parent did not.
+        os.environ.pop(WORKER, None)
+        raise

@@ -8,9 +8,9 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from ...session.errors import PoolError
-from ...session.layout import PoolMeta, cuda_memory
-from ...session.vram import create_device_pool, device_uuid, map_device_pool
+from ..session.errors import PoolError
+from ..session.layout import PoolMeta, cuda_memory
+from ..session.vram import create_device_pool, device_uuid, map_device_pool
 
 
 @dataclass(slots=True)

@@ -4,9 +4,9 @@ import mmap
 from dataclasses import dataclass
 from typing import Any
 
-from ...session.errors import PoolError
-from ...session.held import create_host_pool, map_pool
-from ...session.layout import HOST, PoolMeta
+from ..session.errors import PoolError
+from ..session.held import create_host_pool, map_pool
+from ..session.layout import HOST, PoolMeta
 
 
 @dataclass(slots=True)

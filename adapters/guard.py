@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-log = logging.getLogger("vllm.midstream")
+log = logging.getLogger("midstream")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -23,6 +23,11 @@ LOGGED_MAX = 20
 missing: list[str] = []
 _on_error: list[Callable[[], None]] = []
 _logged = 0
+
+
+def speak_through(engine_log: str) -> None:
+    """Let what the plugin says go where the engine's own log of this name goes."""
+    log.parent = logging.getLogger(engine_log)
 
 
 def count_errors_with(callback: Callable[[], None]) -> None:
@@ -70,7 +75,7 @@ def patch(
     if original is None:
         if needed:
             missing.append(label)
-        log.warning("midstream: this vLLM has no %s; what depends on it is off", label)
+        log.warning("midstream: this engine has no %s; what depends on it is off", label)
         return False
     try:
         found = tuple(inspect.signature(original).parameters)
