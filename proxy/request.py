@@ -79,11 +79,16 @@ def wishes_of(body: dict[str, Any], *, chat: bool, hiding: Hiding | None, events
 NO_SEED = (None, -1)
 
 
+def samples(body: dict[str, Any]) -> bool:
+    """Whether a request may draw its tokens at random: whoever does not say otherwise, does."""
+    temperature = body.get("temperature")
+    return not (isinstance(temperature, int | float) and temperature == 0)
+
+
 def wants_seed(body: dict[str, Any], *, takes_seed: bool = True) -> bool:
     """Whether a request samples at random without saying how. What an API has no field for says nothing."""
-    temperature = body.get("temperature")
     has_seed = takes_seed and body.get("seed") not in NO_SEED
-    return not has_seed and not (isinstance(temperature, int | float) and temperature == 0)
+    return not has_seed and samples(body)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import Any
 from ..proxy.coordinator import Outcome, Placement, Reason, SessionFacts
 from ..proxy.policy import Policy
 from ..proxy.problems import NOT_EXACT
+from ..proxy.request import samples
 from ..session.errors import Refused
 from ..session.ids import SessionId
 from ..session.marker import Marker
@@ -108,7 +109,7 @@ class SidecarCoordinator:
         if not ready:
             raise self._nobody()
         if facts.policy is Policy.EXACT:
-            ready = _exact_ones(ready)
+            ready = _exact_ones(ready, sampled=samples(facts.body))
         worker = min(ready, key=lambda w: (w.session_count, w.name))
         assert worker.current is not None
         tracker = Tracker(facts.session).placed(worker.name, worker.current.number)
@@ -242,9 +243,12 @@ class SidecarCoordinator:
         return Refused(reason, f"no worker is ready: {states}", retry_after_s=RETRY_AFTER_S)
 
 
-def _exact_ones(ready: Sequence[Worker]) -> list[Worker]:
-    """Those of the ready workers whose sessions can go on exactly. Raises Refused."""
-    obstacles = {w.name: w.current.exact_obstacles for w in ready if w.current is not None}
+def _exact_ones(ready: Sequence[Worker], *, sampled: bool) -> list[Worker]:
+    """Those of the ready workers whose sessions can go on exactly, `sampled` ones or others. Raises Refused."""
+    epochs = {w.name: w.current for w in ready if w.current is not None}
+    obstacles = {
+        name: epoch.exact_obstacles or (epoch.sampling_obstacles if sampled else []) for name, epoch in epochs.items()
+    }
     able = [w for w in ready if not obstacles.get(w.name, ["no_epoch"])]
     if not able:
         said = "; ".join(f"{name}: {', '.join(words)}" for name, words in obstacles.items())

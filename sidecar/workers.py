@@ -64,6 +64,12 @@ class Epoch:
             return ["no_plugin" if not self.facts else "no_pool"]
         return []
 
+    @property
+    def sampling_obstacles(self) -> list[str]:
+        """Why sessions of this engine that draw their tokens at random could not, although others can."""
+        self.learn()
+        return [str(word) for word in self.facts.get("inexact_sampled") or []]
+
     def learn(self) -> bool:
         """Read what the engine published; True once it is known."""
         if self.facts or self.arena_path is None:

@@ -59,6 +59,7 @@ def facts_of(scheduler: Any) -> tuple[dict[str, Any], bool]:
         "pools": [] if announced is None else [announced.name],
         "adopted": adopted,
         "inexact": words,
+        "inexact_sampled": [] if server_options().enable_deterministic_inference else ["random_state"],
         "block_tokens": scheduler.page_size,
         "max_sessions": scheduler.max_running_requests,
     }
