@@ -75,7 +75,7 @@ SGLANG_OPTIONS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "xgrammar", "--dtype", "float32", "--enable-deterministic-inference"),
     *("--context-length", "2048", "--max-total-tokens", "8192", "--max-running-requests", "8"),
-    *("--mem-fraction-static", "0.3", "--skip-server-warmup"),
+    *("--mem-fraction-static", "0.3", "--skip-server-warmup", "--sleep-on-idle"),
 )
 
 NAMES = ("transformers", "vllm", "sglang", "model", "tiny-model")

@@ -88,21 +88,32 @@ def _tapping(original: Any) -> Any:
     def generate_request(self: Any, obj: Any, request: Any = None) -> Any:
         outputs = original(self, obj, request)
         tap = getattr(obj, _TOLD, None)
-        return outputs if tap is None else _tapped(outputs, tap)
+        return outputs if tap is None else _tapped(self, obj, outputs, tap)
 
     return generate_request
 
 
-async def _tapped(outputs: Any, tap: Tap) -> AsyncIterator[Any]:
-    async with aclosing(outputs):
-        async for output in outputs:
-            try:
-                # Without ids SGLang's front end is told of nothing but text, and the proxy sees that there are none.
-                tap.take(output)
-                output[_TOLD] = tap
-            except Exception:
-                report("token ids of a stream")
-            yield output
+async def _tapped(manager: Any, asked: Any, outputs: Any, tap: Tap) -> AsyncIterator[Any]:
+    try:
+        async with aclosing(outputs):
+            async for output in outputs:
+                try:
+                    # Where this fails the stream goes on without ids, and the proxy sees that there are none.
+                    tap.take(output)
+                    output[_TOLD] = tap
+                except Exception:
+                    report("token ids of a stream")
+                yield output
+    finally:
+        # A session whose client is gone, or that has moved on, is over now and not two seconds later.
+        _abort(manager, asked)
+
+
+@guarded(default=None)
+def _abort(manager: Any, asked: Any) -> None:
+    """Have the scheduler end a request that has not ended; SGLang knows of no other by its id any more."""
+    if isinstance(asked.rid, str):
+        manager.abort_request(asked.rid)
 
 
 def _each_with_ids(original: Any) -> Any:

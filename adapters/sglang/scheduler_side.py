@@ -11,6 +11,7 @@ from typing import Any
 
 from ...session.arena import ArenaReader, Counter, SlotState
 from ...session.arena_writer import ArenaWriter
+from ...session.errors import ArenaError
 from ...session.marker import FINISHES as ENDS
 from ...session.marker import KvSource, Marker
 from ...session.records import LoadState
@@ -65,18 +66,22 @@ class SchedulerSide:
 
     def _reserve(self) -> Reservations:
         """Keep the pages of sessions that may come back in place."""
-        tables = {}
+        tables, lost = {}, 0
         if self._settings.adopt is None:
             raise ValueError("a pool was adopted, and no arena says whose pages are in it")
         reader = ArenaReader(self._settings.adopt)
         try:
             for slot in sorted(reader.slots(), key=lambda s: s.generation):
-                if slot.state is SlotState.LIVE and reader.kv_len(slot):
-                    tables[slot.session] = reader.table(slot).blocks
+                try:
+                    if slot.state is SlotState.LIVE and reader.kv_len(slot):
+                        tables[slot.session] = reader.table(slot).blocks
+                except ArenaError as error:
+                    log.warning("midstream: session %s has no pages to come back to (%s)", slot.session, error)
+                    lost += 1
         finally:
             reader.close()
         reservations = Reservations(self._pages, tables)
-        for _ in range(reservations.lost):
+        for _ in range(lost + reservations.lost):
             self._arena.count(Counter.RESERVATIONS_LOST)
         log.info("midstream: adopted pool, pages of %d sessions reserved", len(reservations))
         return reservations
