@@ -4,7 +4,6 @@ Engines' environments hold no midstream: what tests start there has it on its pa
 """
 
 import contextlib
-import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from midstream.sidecar.plugin_path import engine_environ
-from support.vllm_rig import Rig
+from support.vllm_rig import COMPACT, Rig
 
 VLLM = "vllm"
 _ENGINES = ("MIDSTREAM_TEST_TRANSFORMERS_PYTHON", "MIDSTREAM_TEST_VLLM_PYTHON")
@@ -72,9 +71,7 @@ def vllm_pair() -> Iterator[Rig]:
 
     They prefill at most 64 tokens a step, so that a long prompt takes several and a death can come between them.
     """
-    # A shallow model would fill an object with blanks for ever.
-    compact = json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})
-    rig = Rig("--max-num-batched-tokens", "64", "--structured-outputs-config", compact, workers=2)
+    rig = Rig("--max-num-batched-tokens", "64", *COMPACT, workers=2)
     try:
         rig.start()
         yield rig

@@ -5,6 +5,7 @@ Owns the folders that it writes. What is not changed is linked; adapters are ran
 
 import json
 import random
+import struct
 from array import array
 from pathlib import Path
 from typing import Any
@@ -63,13 +64,23 @@ def shallow(model: Path, folder: Path) -> Path:
             source.seek(offset)
             sink.write(source.read(length))
         source.seek(begin + first)
-        head = bytearray(source.read(end - first))
+        head = source.read(end - first)
         width = (end - first) // embeddings["shape"][0]
+        rows = [head[row : row + width] for row in range(0, len(head), width)]
         for token in _broken_tokens(model):
-            # Likelier than nothing, and far less likely than what a model would say.
-            head[token * width : (token + 1) * width] = bytes(width)
-        sink.write(head)
+            # Between two others: whatever the model has to say, one of them is likelier.
+            rows[token] = _mean(rows[5000 + token % 1000], rows[7000 + token % 1000])
+        sink.write(b"".join(rows))
     return folder
+
+
+def _mean(one: bytes, other: bytes) -> bytearray:
+    """The mean of two rows of bfloat16, which is a float32 without its lower half."""
+    found = bytearray()
+    for at in range(0, len(one), 2):
+        first, second = (struct.unpack("<f", bytes(2) + row[at : at + 2])[0] for row in (one, other))
+        found += struct.pack("<f", (first + second) / 2)[2:]
+    return found
 
 
 def _broken_tokens(model: Path) -> list[int]:
@@ -82,9 +93,8 @@ def _broken_tokens(model: Path) -> list[int]:
     for token, number in tokenizer["model"]["vocab"].items():
         if not set(token) <= set(byte_of):
             continue
-        try:
-            bytes(byte_of[letter] for letter in token).decode()
-        except UnicodeDecodeError:
+        # Some are the very sign that stands for broken ones.
+        if "\ufffd" in bytes(byte_of[letter] for letter in token).decode(errors="replace"):
             broken.append(number)
     return broken
 

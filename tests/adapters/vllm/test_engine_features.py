@@ -22,7 +22,7 @@ from midstream.sidecar.control_client import ControlClient
 from support.told import Told, differences, tell
 from support.vllm_features import FEATURES, Feature
 from support.vllm_models import with_thinking_tokens
-from support.vllm_rig import ASK_REPORT, Rig, before_its_end, shallow_model
+from support.vllm_rig import ASK_REPORT, COMPACT, Rig, before_its_end, shallow_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -30,7 +30,7 @@ AT_ONCE = 8
 WAIT_S = 60.0
 OPTIONS = (
     "--max-num-batched-tokens", "256", "--scheduling-policy", "priority", "--reasoning-parser", "qwen3",
-    "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+    "--enable-auto-tool-choice", "--tool-call-parser", "hermes", *COMPACT,
 )  # fmt: skip
 SESSION = "X-Midstream-Session"
 # What the sidecar assigns to a request without a seed is another one each time, and so is what it says.
@@ -76,8 +76,8 @@ async def _run(rig: Rig) -> dict[str, Ran | BaseException]:
         async def one(feature: Feature) -> Ran:
             async with free:
                 plain = await tell(http, rig.sidecar.url + feature.path, feature.body, **ASK_REPORT)
-                moved = await before_its_end(partial(_moved, rig, http, control, feature))
-                return Ran(plain, moved, await _outcomes(rig, http, moved.headers[SESSION]))
+                moved, outcomes = await before_its_end(partial(_moved, rig, http, control, feature))
+                return Ran(plain, moved, outcomes)
 
         crowd = [f for f in FEATURES if not f.alone]
         done = dict(
@@ -89,8 +89,10 @@ async def _run(rig: Rig) -> dict[str, Ran | BaseException]:
         return done
 
 
-async def _moved(rig: Rig, http: aiohttp.ClientSession, control: ControlClient, feature: Feature) -> Told:
-    """The answer of a session that is moved at each cut."""
+async def _moved(
+    rig: Rig, http: aiohttp.ClientSession, control: ControlClient, feature: Feature
+) -> tuple[Told, list[dict[str, Any]]]:
+    """The answer of a session that is moved at each cut, and what its moves came to. Raises Refused."""
     begun: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     known = {s["session"] for s in await rig.sidecar.sessions(http)}
 
@@ -111,7 +113,11 @@ async def _moved(rig: Rig, http: aiohttp.ClientSession, control: ControlClient, 
     except BaseException:
         telling.cancel()
         raise
-    return await telling
+    told = await telling
+    outcomes = await _outcomes(rig, http, told.headers[SESSION])
+    if all(o["outcome"] == "interrupted" for o in outcomes):
+        raise Refused("ended", f"{feature.name}: the end of the answer overtook its move: {outcomes}")
+    return told, outcomes
 
 
 async def _move(control: ControlClient, session: str, tier: str, cut: int) -> None:
