@@ -110,14 +110,19 @@ class TreeWatch:
             if not self._is_there(self._root):
                 await self._until_dead(self.living(), min(grace_s, _FORGOTTEN_S))
         deadline = self._loop.time() + _UNKILLABLE_S
+        # How a process ended is known as long as its parent lives; but one that starts others again is not waited for.
+        spared: Process | None = self._root
         while left := self._all_left():
-            for process in left:
+            ending = [p for p in left if not p.is_same(spared)] or left
+            for process in ending:
                 send(process, signal.SIGKILL)
-            await self._until_dead(left, min(1.0, max(deadline - self._loop.time(), 0)))
+            await self._until_dead(ending, min(1.0, max(deadline - self._loop.time(), 0)))
             if self._loop.time() >= deadline:
                 return self._all_left()
+            spared = None
         self.scan()
-        await asyncio.sleep(0)  # the deaths are told, if they were not
+        for process in self.living():
+            self._died(process)  # the loop has not come to it yet
         self._uncollected = collect(self._uncollected)
         return []
 

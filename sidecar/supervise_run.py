@@ -24,7 +24,7 @@ from ..session.lifeline import Holder
 from .engine_log import EngineLog
 from .lifeline_watch import LifelineWatch, Watched
 from .process_watch import Death, TreeWatch
-from .processes import Process, dies_with_parent, read_child, say_status
+from .processes import Process, dies_with_parent, read_child, say_status, send
 from .supervise import (
     BecameHealthy,
     Died,
@@ -253,8 +253,20 @@ class Supervised:
         if self._is_starting(epoch):
             return  # nobody's session waits, and what the engine has to say of it comes with the end of its root
         self._ending_pid = holder.pid
+        if self._life.epoch == epoch and self._life.state in (WorkerState.READY, WorkerState.DRAINING):
+            self._end_the_others()
         self._happened(Died(epoch, f"{holder.text}: the kernel is taking it down"))
         _LOG.info("event=death worker=%s epoch=%d by=lifeline pid=%d", self.worker, epoch, holder.pid)
+
+    def _end_the_others(self) -> None:
+        """Before anybody hears of a death: a core that lives on gives away the blocks of requests that are closed."""
+        if not self._life.is_wanted:
+            return  # it was told to end, and does
+        for process in self.processes()[1:]:  # the root has no blocks, and knows how its children ended
+            try:
+                send(process, signal.SIGKILL)
+            except OSError as error:
+                _LOG.warning("worker=%s pid=%d cannot be ended yet (%s)", self.worker, process.pid, error)
 
     def _process_died(self, epoch: int, death: Death) -> None:
         if death.process.pid == self._ending_pid:

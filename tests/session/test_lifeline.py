@@ -170,31 +170,42 @@ time.sleep(60)
     until(lambda: sorted(holds(file)) == [Hold.BROKEN, Hold.HELD])
 
 
-def test_a_death_is_told_before_the_process_s_memory_is_taken_down(
-    path: Path, file: LifelineFile, start: Start
-) -> None:
+def test_a_death_is_told_before_the_process_s_memory_is_taken_down(tmp_path: Path, start: Start) -> None:
     touched = "memory = bytearray(1 << 30)\nfor at in range(0, 1 << 30, 4096): memory[at] = 1\n"
-    popen = start(path, touched + "print('up', flush=True)\ntime.sleep(60)\n")
-    held(file)
+    for attempt in range(3):  # a machine that has other things to do may let both news come at once
+        path = tmp_path / f"{attempt}.lifeline"
+        create_lifeline(path)
+        file = LifelineFile(path)
+        popen = start(path, touched + "print('up', flush=True)\ntime.sleep(60)\n")
+        held(file)
+        told_s, gone_s = killed(file, popen)
+        file.close()
+        print(f"lifeline {1000 * told_s:.2f} ms, pidfd {1000 * gone_s:.2f} ms")
+        if told_s < gone_s / 2:
+            return
+    raise AssertionError("the lifeline told no sooner than the pidfd")
+
+
+def killed(file: LifelineFile, popen: "subprocess.Popen[str]") -> tuple[float, float]:
+    """Kill a process: after how many seconds its lifeline broke, and after how many nothing of it was left."""
     (_, address, value) = file.look()[0]
     clock = PidfdClock(popen.pid)
-    times: dict[str, float] = {}
+    told: list[float] = []
 
     def wait_for_the_word() -> None:
         while file.look()[0][0] is Hold.HELD:
             futex.wait_any([(address, value)], 10)
-        times["lifeline"] = time.perf_counter()
+        told.append(time.perf_counter())
 
     waiter = threading.Thread(target=wait_for_the_word)
     waiter.start()
     time.sleep(0.05)
-    killed = time.perf_counter()
+    began_s = time.perf_counter()
     os.kill(popen.pid, signal.SIGKILL)
-    gone = clock.gone_at()
+    gone_s = clock.gone_at()
     waiter.join()
     ended(popen)
-    print(f"lifeline {1000 * (times['lifeline'] - killed):.2f} ms, pidfd {1000 * (gone - killed):.2f} ms")
-    assert times["lifeline"] < gone
+    return told[0] - began_s, gone_s - began_s
 
 
 def test_a_word_that_breaks_before_it_is_waited_for_does_not_wait(path: Path, file: LifelineFile, start: Start) -> None:
