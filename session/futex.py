@@ -84,11 +84,6 @@ def unmap(address: int, size_bytes: int) -> None:
     _LIBC.munmap(address, size_bytes)
 
 
-def load(address: int) -> int:
-    """The word at an address, as it is now."""
-    return int(ctypes.c_uint32.from_address(address).value)
-
-
 def store(address: int, value: int) -> None:
     """Set the word at an address, in one write."""
     ctypes.c_uint32.from_address(address).value = value
