@@ -228,6 +228,29 @@ async def test_an_orphan_that_was_never_seen_is_found_by_its_session(tree: Tree)
     watch.close()
 
 
+async def test_how_children_ended_is_known_for_their_parent_is_ended_after_them(tree: Tree) -> None:
+    deaths: list[Death] = []
+    watch = TreeWatch(tree.root, deaths.append)
+    watch.start()
+    assert await watch.kill(0) == []
+    told = {death.process.pid: say_status(death.status) for death in deaths}
+    assert told[tree.child.pid] == told[tree.root.pid] == "killed by SIGKILL"
+    watch.close()
+
+
+async def test_a_root_that_starts_its_child_again_is_ended_all_the_same() -> None:
+    inner = "import time; time.sleep(60)"
+    popen = spawn(f"import subprocess, sys\nwhile True: subprocess.run([sys.executable, '-c', {inner!r}])")
+    watch = TreeWatch(known(popen.pid), lambda death: None)
+    watch.start()
+    await until(lambda: len(watch.living()) == 2)
+    assert await watch.kill(0) == []
+    assert popen.wait() == -signal.SIGKILL
+    assert watch.living() == []
+    popen.communicate()
+    watch.close()
+
+
 async def test_a_process_whose_first_thread_is_dead_is_there_until_its_last_one_is(tree: Tree) -> None:
     code = "import ctypes, os, threading, time\n"
     code += "threading.Thread(target=time.sleep, args=(60,)).start()\nprint(1, flush=True)\n"
