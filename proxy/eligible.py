@@ -12,6 +12,8 @@ from typing import Any
 from .dialects import by_path
 from .eligible_events import NO_SESSION as NO_EVENT_SESSION
 from .eligible_events import EventObstacle, why_no_message, why_no_response
+from .eligible_generate import NO_SESSION as NO_GENERATE_SESSION
+from .eligible_generate import GenerateObstacle, why_no_generate
 
 Body = Mapping[str, Any]
 
@@ -94,10 +96,12 @@ _RULES: tuple[tuple[Callable[[Body], bool], NotResumable], ...] = (
 )
 
 
-Obstacle = NotResumable | EventObstacle
+Obstacle = NotResumable | EventObstacle | GenerateObstacle
 
 # Nothing is generated, or it is the engine's to say what was meant: there is no session in these.
-NO_SESSION: frozenset[Obstacle] = frozenset({NotResumable.UNCLEAR_STREAM, NotResumable.NO_OUTPUT}) | NO_EVENT_SESSION
+NO_SESSION: frozenset[Obstacle] = (
+    frozenset({NotResumable.UNCLEAR_STREAM, NotResumable.NO_OUTPUT}) | NO_EVENT_SESSION | NO_GENERATE_SESSION
+)
 
 
 def why_not_resumable(body: Body, path: str = "") -> Obstacle | None:
@@ -107,4 +111,6 @@ def why_not_resumable(body: Body, path: str = "") -> Obstacle | None:
             return why_no_response(body)
         case by_path.MESSAGES_PATH:
             return why_no_message(body)
+        case by_path.GENERATE_PATH:
+            return why_no_generate(body)
     return next((reason for rule, reason in _RULES if rule(body)), None)

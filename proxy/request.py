@@ -10,8 +10,10 @@ from typing import Any
 import msgspec
 
 from ..session.marker import FIELD, Marker, with_marker
-from .dialects.events import EventDialect
+from .dialects.by_path import GENERATE_PATH, OtherApi
+from .dialects.generate import Generate
 from .dialects.hiding import Hiding
+from .eligible_generate import params_of
 from .splice import Wishes
 
 # Where engines read transfer fields from, apart from the request itself: paths of objects within a body.
@@ -58,10 +60,10 @@ def may_hold_transfer_fields(raw: bytes) -> bool:
     return FIELD.encode() in raw or b"\\u00" in raw
 
 
-def wishes_of(body: dict[str, Any], *, chat: bool, hiding: Hiding | None, events: EventDialect | None = None) -> Wishes:
+def wishes_of(body: dict[str, Any], *, chat: bool, hiding: Hiding | None, events: OtherApi | None = None) -> Wishes:
     """What a client asked for, as far as it shapes the stream."""
     if events is not None:
-        return Wishes(chat=False, hiding=None, shows_ids=False, events=events)
+        return Wishes(chat=False, hiding=None, shows_ids=isinstance(events, Generate), events=events)
     options = body.get("stream_options")
     stops = bool(body.get("stop"))
     return Wishes(
@@ -79,16 +81,19 @@ def wishes_of(body: dict[str, Any], *, chat: bool, hiding: Hiding | None, events
 NO_SEED = (None, -1)
 
 
-def samples(body: dict[str, Any]) -> bool:
+def samples(body: dict[str, Any], path: str = "") -> bool:
     """Whether a request may draw its tokens at random: whoever does not say otherwise, does."""
-    temperature = body.get("temperature")
+    temperature = (params_of(body) if path == GENERATE_PATH else body).get("temperature")
     return not (isinstance(temperature, int | float) and temperature == 0)
 
 
-def wants_seed(body: dict[str, Any], *, takes_seed: bool = True) -> bool:
+def wants_seed(body: dict[str, Any], path: str = "", *, takes_seed: bool = True) -> bool:
     """Whether a request samples at random without saying how. What an API has no field for says nothing."""
-    has_seed = takes_seed and body.get("seed") not in NO_SEED
-    return not has_seed and samples(body)
+    if path == GENERATE_PATH:
+        has_seed = params_of(body).get("sampling_seed") is not None
+    else:
+        has_seed = takes_seed and body.get("seed") not in NO_SEED
+    return not has_seed and samples(body, path)
 
 
 @dataclass(frozen=True, slots=True)

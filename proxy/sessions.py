@@ -118,7 +118,7 @@ class Sessions:
         drawn = None
         events = events_of(request.path)
         takes_seed = events is None or events.takes_seed
-        if self._settings.assign_seed and not obstacle and wants_seed(part.body, takes_seed=takes_seed):
+        if self._settings.assign_seed and not obstacle and wants_seed(part.body, request.path, takes_seed=takes_seed):
             # Unlike those of a client, seeds that are drawn differ for equal prompts, too.
             drawn = seed + part.index
         return SessionFacts(
@@ -136,13 +136,13 @@ class Sessions:
         events = events_of(facts.path)
         hiding = None if facts.exact_obstacle else self._settings.hiding
         wishes = wishes_of(facts.body, chat=facts.path == CHAT_PATH, hiding=hiding, events=events)
-        takes_seed = events is None or events.takes_seed
+        takes_seed, asks_ids = events is None or events.takes_seed, events is None and wishes.shows_ids
         return Generation(
             request=request,
             raw_path=raw_path,
             facts=facts,
             wishes=wishes,
-            outgoing=Outgoing(facts.body, facts.seed, asks_ids=wishes.shows_ids, takes_seed=takes_seed),
+            outgoing=Outgoing(facts.body, facts.seed, asks_ids=asks_ids, takes_seed=takes_seed),
             failover=Failover(self._coordinator, facts, self._settings.takeovers_max),
             upstream=self._upstream,
             settings=self._settings,

@@ -15,7 +15,7 @@ import msgspec
 from .account import Account, Mismatch, joined_texts
 from .coordinator import Reason
 from .dialects import openai, openai_edit
-from .dialects.events import EventDialect
+from .dialects.by_path import OtherApi
 from .dialects.hiding import Hiding, hide_ids, hide_one_list
 from .dialects.openai import Choice, Chunk
 from .sse import Event, encode_event
@@ -62,7 +62,7 @@ class Wishes:
     stop_strings: bool = False
     holds_back: bool = False
     shows_ids: bool = True
-    events: EventDialect | None = None
+    events: OtherApi | None = None
 
 
 class _Stop(Exception):

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from .dialects.generate import Generate
 from .splice import Splicer, Step, Wishes
 from .splice_events import EventSplicer
+from .splice_generate import GenerateSplicer
 from .sse import Event
 
 
@@ -66,4 +68,10 @@ class AnySplicer(Protocol):
 
 def splicer_of(wishes: Wishes) -> AnySplicer:
     """The splicer for a stream of what the client asked for."""
-    return Splicer(wishes) if wishes.events is None else EventSplicer(wishes.events)
+    match wishes.events:
+        case None:
+            return Splicer(wishes)
+        case Generate():
+            return GenerateSplicer()
+        case events:
+            return EventSplicer(events)

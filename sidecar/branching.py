@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..proxy.coordinator import SessionFacts
+from ..proxy.dialects.by_path import GENERATE_PATH
 from ..proxy.eligible import why_not_resumable
 from ..session.errors import Refused
 from ..session.ids import SessionId
@@ -25,6 +26,8 @@ FIXED = frozenset(
 
 def branch_of(parent: SessionFacts, session: SessionId, changes: Mapping[str, Any]) -> SessionFacts:
     """The facts of a branch. Raises Refused, naming the field that is in the way."""
+    if parent.path == GENERATE_PATH:
+        raise Refused("bad_request", f"session {parent.session} came to {parent.path}, whose sessions have no branches")
     wrong = sorted(FIXED & set(changes))
     if wrong:
         raise Refused("bad_request", f"{', '.join(wrong)} cannot be set for a branch: it has its parent's prompt")

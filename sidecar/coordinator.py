@@ -109,7 +109,7 @@ class SidecarCoordinator:
         if not ready:
             raise self._nobody()
         if facts.policy is Policy.EXACT:
-            ready = _exact_ones(ready, sampled=samples(facts.body))
+            ready = _exact_ones(ready, sampled=samples(facts.body, facts.path))
         worker = min(ready, key=lambda w: (w.session_count, w.name))
         assert worker.current is not None
         tracker = Tracker(facts.session).placed(worker.name, worker.current.number)

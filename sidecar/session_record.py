@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..proxy.coordinator import Outcome, Reason, SessionFacts
-from ..proxy.dialects.by_path import CHAT_PATH, RESPONSES_PATH
+from ..proxy.dialects.by_path import CHAT_PATH, GENERATE_PATH, RESPONSES_PATH
+from ..proxy.eligible_generate import params_of
 from ..proxy.policy import Policy
 from ..session.ids import SessionId
 from ..session.records import LoadState, Slot, SlotState
@@ -88,13 +89,14 @@ class Record:
 _LIMITS: dict[str, tuple[str, ...]] = {
     CHAT_PATH: ("max_completion_tokens", "max_tokens"),
     RESPONSES_PATH: ("max_output_tokens",),
+    GENERATE_PATH: ("max_new_tokens",),
 }
 
 
 def output_limit(facts: SessionFacts) -> tuple[str, int] | None:
     """The field by which a request limits its output tokens, and how many it allows."""
     for name in _LIMITS.get(facts.path, ("max_tokens",)):
-        value = facts.body.get(name)
+        value = (params_of(facts.body) if facts.path == GENERATE_PATH else facts.body).get(name)
         if value is not None:
             return (name, value) if type(value) is int and value > 0 else None
     return None

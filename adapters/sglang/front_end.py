@@ -16,6 +16,7 @@ from .marking import field
 from .token_ids import Tap, finishes, has_ids
 
 _TOLD = "midstream"
+GENERATE_PATH = "/generate"
 
 
 def install() -> None:
@@ -76,9 +77,7 @@ def _mark(serving: Any, adapted: Any, raw_request: Any) -> None:
     params = adapted.sampling_params
     if marker is None or not isinstance(params, dict):
         return
-    params["custom_params"] = {**(params.get("custom_params") or {}), field(): marker}
-    if params.get("sampling_seed") is None and marker.get("seed") is not None:
-        params["sampling_seed"] = marker["seed"]
+    adapted.sampling_params = _with_marker(params, marker)
     adapted.return_prompt_token_ids = True
     options = serving.tokenizer_manager.server_args
     adapted.midstream = Tap(incremental=bool(options.incremental_streaming_output and adapted.stream))
@@ -86,11 +85,46 @@ def _mark(serving: Any, adapted: Any, raw_request: Any) -> None:
 
 def _tapping(original: Any) -> Any:
     def generate_request(self: Any, obj: Any, request: Any = None) -> Any:
+        if _is_native(obj, request):
+            return _marked(original, self, obj, request)
         outputs = original(self, obj, request)
         tap = getattr(obj, _TOLD, None)
         return outputs if tap is None else _tapped(self, obj, outputs, tap)
 
     return generate_request
+
+
+@guarded(default=False)
+def _is_native(asked: Any, raw_request: Any) -> bool:
+    """Whether it came to SGLang's own `/generate`, whose outputs are the events."""
+    if raw_request is None or raw_request.url.path != GENERATE_PATH:
+        return False
+    return asked.sampling_params is None or isinstance(asked.sampling_params, dict)
+
+
+async def _marked(original: Any, manager: Any, asked: Any, raw_request: Any) -> AsyncIterator[Any]:
+    marker = None
+    try:
+        marker = _marker_in(await raw_request.body())
+        if marker is not None:
+            asked.sampling_params = _with_marker(asked.sampling_params or {}, marker)
+    except Exception:
+        report("marker of a request")
+    try:
+        async with aclosing(original(manager, asked, raw_request)) as outputs:
+            async for output in outputs:
+                yield output
+    finally:
+        if marker is not None:
+            _abort(manager, asked)
+
+
+def _with_marker(params: dict[str, Any], marker: dict[str, Any]) -> dict[str, Any]:
+    """Sampling parameters with the marker where the scheduler looks for it, and its seed where there is none."""
+    marked = {**params, "custom_params": {**(params.get("custom_params") or {}), field(): marker}}
+    if marked.get("sampling_seed") is None and marker.get("seed") is not None:
+        marked["sampling_seed"] = marker["seed"]
+    return marked
 
 
 async def _tapped(manager: Any, asked: Any, outputs: Any, tap: Tap) -> AsyncIterator[Any]:

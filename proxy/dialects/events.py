@@ -56,13 +56,29 @@ class Edit:
     sequence: int = 0
 
 
-class EventDialect(Protocol):
-    """How one API's events look."""
+class Api(Protocol):
+    """What handlers ask of an API that is none of OpenAI's completions, however its streams are spliced."""
 
     # Whether an answer that the engine gave up ends as one that is complete, so that the stream cannot tell.
     hides_aborts: bool
     # Whether requests have a field for a seed.
     takes_seed: bool
+
+    def gave_up(self, body: bytes) -> bool:
+        """Whether an unstreamed answer says that the engine did not finish it."""
+        ...
+
+    def error_body(self, kind: str, code: str, message: str) -> bytes:
+        """An error of the proxy's own as a whole answer."""
+        ...
+
+    def error_event(self, kind: str, code: str, message: str, sequence: int) -> bytes:
+        """The same as the last event of a stream."""
+        ...
+
+
+class EventDialect(Api, Protocol):
+    """How one API's events look."""
 
     def read(self, event: Event) -> Piece | None:
         """What an event with data is; None if it is not of this dialect."""
@@ -78,18 +94,6 @@ class EventDialect(Protocol):
 
     def formality_after(self, key: str) -> bytes | None:
         """The bytes that must follow the frame `key` and are known without an engine, if they are the last ones."""
-        ...
-
-    def gave_up(self, body: bytes) -> bool:
-        """Whether an unstreamed answer says that the engine did not finish it."""
-        ...
-
-    def error_body(self, kind: str, code: str, message: str) -> bytes:
-        """An error of the proxy's own as a whole answer."""
-        ...
-
-    def error_event(self, kind: str, code: str, message: str, sequence: int) -> bytes:
-        """The same as the last event of a stream."""
         ...
 
 
