@@ -37,9 +37,9 @@ MESSAGE_TOOLS = {
 }
 PROMPT = "Count to ten."
 # The shallow model says to that: pecysicalim scarcealikhish completelytencepterirf Muir eventzerirf morblessercevir non
-# transitve feel virtual ...
+# transitve feel virtual cumve+not surprise surprise surpriseom indal ...
 ENOUGH = "\u0120Muir"
-STOP = ["whatever", "feel virt"]
+STOP = ["whatever", " indal"]
 
 
 def response(*cuts: int, **more: Any) -> EventCase:
