@@ -1,8 +1,8 @@
 """One GPU: a context, the kernels, and work that is sent to it. Calls block until the GPU has done what they ask.
 
-Owns the order on the card: parameters up, sums, copies of what is undamaged, answers down, all in one stream and one
-launch of each kernel for many blocks. Invariant: when `run` returns or raises nothing of it runs any more, but for a
-DeviceFault, after which this process ends and nothing is trusted.
+Owns the order on the card: parameters up, the blocks, answers down, all in one stream and one launch for many blocks.
+Invariant: when `run` returns or raises nothing of it runs any more, but for a DeviceFault, after which this process
+ends and nothing is trusted.
 """
 
 import contextlib
@@ -95,7 +95,8 @@ class Device:
     ) -> "array[int]":
         """Do a job; returns the sums that were found, of each block that is to be compared. Raises PoolError.
 
-        A block that differs from its sum is not copied. `started` is called when a launch was sent and is waited for.
+        A block that differs from its sum was copied all the same: it is not to be used. `started` is called when a
+        launch was sent and is waited for.
         """
         found = array("Q")
         with vram.current(self.ordinal), self._lanes.lane(urgency) as lane:
@@ -140,7 +141,6 @@ class Device:
             source.planes.packed,
             destination.planes.packed,
             array("Q", [SEED]) * checked,
-            array("Q", job.expected),
             array("I", job.sources),
             array("I", job.destinations),
         )
@@ -150,18 +150,18 @@ class Device:
             view[end : end + len(raw)] = raw
             places.append(end)
             end += len(raw)
-        planes, to_planes, sums, expected, blocks, to_blocks = (_pointer(on_card + place) for place in places)
+        planes, to_planes, sums, blocks, to_blocks = (_pointer(on_card + place) for place in places)
         shape = (_count(source.planes.count), _count(source.planes.tiles))
         what = f"run {len(job.sources)} blocks"
         try:
             do(driver.cuMemcpyHtoDAsync(on_card, lane.parameters.address, end, lane.stream), what)
-            if checked:
-                arguments = (_pointer(source.address), planes, *shape, blocks, sums)
-                self._start("sum_blocks", lane, checked * parts, arguments)
             if job.destinations:
                 sides = (_pointer(source.address), planes, _pointer(destination.address), to_planes)
-                lists = (blocks, to_blocks, sums, expected, _count(checked), _count(job.in_place))
+                lists = (blocks, to_blocks, sums, _count(checked), _count(job.in_place))
                 self._start("copy_blocks", lane, len(job.sources) * parts, (*sides, *shape, *lists))
+            elif checked:
+                arguments = (_pointer(source.address), planes, *shape, blocks, sums)
+                self._start("sum_blocks", lane, checked * parts, arguments)
             if checked:
                 down = (lane.parameters.address + places[2], on_card + places[2], checked * 8)
                 do(driver.cuMemcpyDtoHAsync(*down, lane.stream), what)

@@ -2,8 +2,9 @@
 
 Both go over *tiles*: TILE_VECTORS vectors of one plane of one block, one thread block each. They are given the planes
 of a pool and the numbers of blocks, and compute addresses themselves. `sum_blocks` adds the sums of tiles to that of
-their block (see device_sum.py); `copy_blocks` leaves out every block whose sum is another than expected, of the first
-`checked` ones. Thread blocks are short, so whatever is more urgent need not wait.
+their block (see device_sum.py); `copy_blocks` does so with the very bytes that it writes, of the first `checked`
+blocks: each byte is read once, and what was summed is what arrived. Thread blocks are short, so whatever is more
+urgent need not wait.
 """
 
 import struct
@@ -47,9 +48,19 @@ __device__ __forceinline__ Part part_of(u32 plane_count, u32 tiles) {{
     return {{block / plane_count, block % plane_count, blockIdx.x % tiles * TILE}};
 }}
 
+// Adds what the threads of this thread block have summed to the sum of its block. For all of them, or none.
+__device__ __forceinline__ void add_up(u64 sum, u64* of_block) {{
+    __shared__ u64 of_warps[THREADS / 32];
+    for (u32 distance = 16; distance; distance /= 2) sum += __shfl_down_sync(~0u, sum, distance);
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x) return;
+    for (u32 warp = 1; warp < THREADS / 32; ++warp) sum += of_warps[warp];
+    atomicAdd(of_block, sum);
+}}
+
 extern "C" __global__ void __launch_bounds__({THREADS})
 sum_blocks(const char* pool, const Plane* planes, u32 plane_count, u32 tiles, const u32* blocks, u64* sums) {{
-    __shared__ u64 of_warps[THREADS / 32];
     const Part part = part_of(plane_count, tiles);
     const Plane plane = planes[part.plane];
     if (part.begin >= plane.vectors) return;
@@ -66,22 +77,17 @@ sum_blocks(const char* pool, const Plane* planes, u32 plane_count, u32 tiles, co
         for (u32 k = 0; k < AT_ONCE; ++k)
             if (i + k * THREADS < end) sum += mix(vectors[k], plane.before + i + k * THREADS);
     }}
-    for (u32 distance = 16; distance; distance /= 2) sum += __shfl_down_sync(~0u, sum, distance);
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = sum;
-    __syncthreads();
-    if (threadIdx.x) return;
-    for (u32 warp = 1; warp < THREADS / 32; ++warp) sum += of_warps[warp];
-    atomicAdd(&sums[part.item], sum);
+    add_up(sum, &sums[part.item]);
 }}
 
 extern "C" __global__ void __launch_bounds__({THREADS})
 copy_blocks(const char* source, const Plane* source_planes, char* destination, const Plane* destination_planes,
-            u32 plane_count, u32 tiles, const u32* blocks, const u32* to_blocks, const u64* sums, const u64* expected,
-            u32 checked, u32 in_place) {{
+            u32 plane_count, u32 tiles, const u32* blocks, const u32* to_blocks, u64* sums, u32 checked,
+            u32 in_place) {{
     const Part part = part_of(plane_count, tiles);
-    if (part.item < checked && sums[part.item] != expected[part.item]) return;
     const u32 block = blocks[part.item], to_block = to_blocks[part.item];
-    if (in_place && block == to_block) return;
+    const bool is_summed = part.item < checked, is_written = !(in_place && block == to_block);
+    if (!is_summed && !is_written) return;
     const Plane plane = source_planes[part.plane], to_plane = destination_planes[part.plane];
     if (part.begin >= plane.vectors) return;
     const u32 end = min(part.begin + TILE, plane.vectors);
@@ -89,15 +95,24 @@ copy_blocks(const char* source, const Plane* source_planes, char* destination, c
         reinterpret_cast<const ulonglong2*>(source + plane.offset + block * plane.stride);
     ulonglong2* to =
         reinterpret_cast<ulonglong2*>(destination + to_plane.offset + to_block * to_plane.stride);
+    u64 sum = 0;
     for (u32 i = part.begin + threadIdx.x; i < end; i += THREADS * AT_ONCE) {{
         ulonglong2 vectors[AT_ONCE];
         #pragma unroll
         for (u32 k = 0; k < AT_ONCE; ++k)
             if (i + k * THREADS < end) vectors[k] = from[i + k * THREADS];
-        #pragma unroll
-        for (u32 k = 0; k < AT_ONCE; ++k)
-            if (i + k * THREADS < end) to[i + k * THREADS] = vectors[k];
+        if (is_written) {{
+            #pragma unroll
+            for (u32 k = 0; k < AT_ONCE; ++k)
+                if (i + k * THREADS < end) to[i + k * THREADS] = vectors[k];
+        }}
+        if (is_summed) {{
+            #pragma unroll
+            for (u32 k = 0; k < AT_ONCE; ++k)
+                if (i + k * THREADS < end) sum += mix(vectors[k], plane.before + i + k * THREADS);
+        }}
     }}
+    if (is_summed) add_up(sum, &sums[part.item]);
 }}
 """
 

@@ -28,8 +28,8 @@ BACKGROUND_LANES = 2
 STAGINGS = 2
 STAGING_BYTES = 64 << 20
 BLOCKS_PER_LAUNCH = 16384
-# Planes of both sides; of each block its sum, the expected one, and its number on both sides.
-LANE_BYTES = 2 * PLANES_MAX * PLANE.size + BLOCKS_PER_LAUNCH * (8 + 8 + 4 + 4)
+# Planes of both sides; of each block its sum, and its number on both sides.
+LANE_BYTES = 2 * PLANES_MAX * PLANE.size + BLOCKS_PER_LAUNCH * (8 + 4 + 4)
 WAIT_S_MAX = 60.0
 
 

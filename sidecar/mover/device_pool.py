@@ -72,33 +72,24 @@ class DevicePool:
         return self._device.sums(self._side(self._device), blocks, Urgency.RESTORE if urgent else Urgency.BACKGROUND)
 
     def copy_to(self, destination: Pool, work: Copies) -> Copied:
-        """Copy blocks; a damaged one is left out, and those around it may be copied."""
+        """Copy blocks, the damaged ones among them; of a session that has one none may be used."""
         return self.copy_all(destination, [work], lambda: None)[0]
 
     def copy_all(self, destination: Pool, works: Sequence[Copies], started: Callable[[], object]) -> list[Copied]:
-        """Copy for several sessions in as few launches as can be; damaged blocks are left out."""
+        """Copy for several sessions in as few launches as can be, of each what it read and compared."""
         if not isinstance(destination, DevicePool):
             raise PoolError(f"pools {self.name} and {destination.name} lie in different memory; go on from disk")
         if self.fingerprint != destination.fingerprint:
             raise PoolError(f"pools {self.name} and {destination.name} have different blocks; recompute the session")
         in_place = self.identity == destination.identity
-        here, there = self._device, destination._device
+        # Where they go to: from another GPU each byte crosses the link once, and what is summed is what has arrived.
+        there = destination._device
         for work in works:
             self._check(work.sources)
             destination._check(work.destinations)
-        everything = _joined(works)
-        if here is there:
-            job = replace(everything, in_place=in_place)
-            found = there.run(self._side(there), destination._side(there), job, Urgency.RESTORE, started)
-        else:
-            # Compared where they lie, so that they cross the link once, and of the undamaged sessions alone.
-            job = Job(everything.sources[: len(everything.expected)], expected=everything.expected)
-            found = here.run(self._side(here), self._side(here), job, Urgency.RESTORE, started)
-        damaged = _damaged_of(works, found, everything.expected)
-        if here is not there:
-            sound = [work for work, index in zip(works, damaged, strict=True) if index is None]
-            job = replace(_joined(sound), expected=array("Q"))
-            there.run(self._side(there), destination._side(there), job, Urgency.RESTORE, started)
+        job = replace(_joined(works), in_place=in_place)
+        found = there.run(self._side(there), destination._side(there), job, Urgency.RESTORE, started)
+        damaged = _damaged_of(works, found, job.expected)
         return [self._copied(work, index, in_place) for work, index in zip(works, damaged, strict=True)]
 
     def _copied(self, work: Copies, damaged: int | None, in_place: bool) -> Copied:

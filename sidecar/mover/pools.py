@@ -36,7 +36,10 @@ class Copies:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """What was done; `damaged` is the ordinal of the first block that differs from its sum: it was not copied."""
+    """What was done; `damaged` is the ordinal of the first block that differs from its sum.
+
+    Then nothing of this copy is to be used, whether it arrived or not.
+    """
 
     bytes: int
     verified: int
@@ -115,9 +118,10 @@ class Pool(Protocol):
         ...
 
     def copy_to(self, destination: "Pool", work: Copies) -> Copied:
-        """Copy blocks, each compared with its sum first; both layouts must have planes of the same sizes.
+        """Copy blocks and compare each with its sum; both layouts must have planes of the same sizes.
 
-        A block that already lies where it should is only compared. Raises PoolError.
+        Only the blocks of who waits for them are written, so that a damaged one may have been. A block that already
+        lies where it should is only compared. Raises PoolError.
         """
         ...
 
