@@ -27,7 +27,7 @@ GPU_PATH = mkdir -p $(GPU_HOME)/place; eval "$$($(GPU_PYTHON) loadtest/gpu/place
 .PHONY: help demo test test-fast lint bench soak test-gpu bench-gpu clean
 
 help:
-	@echo 'make demo [ENGINE=vllm]  a streamed answer survives the kill of its worker'
+	@echo 'make demo [ENGINE=vllm]  a streamed answer survives the kill of its worker (or ENGINE=sglang)'
 	@echo 'make test                lint, types, all tests, both engines for real'
 	@echo 'make test-fast           the same without engines, under a minute'
 	@echo 'make lint                lint and types alone'

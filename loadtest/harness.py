@@ -26,6 +26,8 @@ from ..session.errors import EngineError
 
 POLL_S = 0.05
 _PEER = struct.Struct("iII")  # pid, uid, gid
+# What engines call the process that decodes, where that is not their first one.
+_CORES = ("EngineCore", "sglang::schedul")
 
 
 class Victim(StrEnum):
@@ -196,7 +198,7 @@ def kill_worker(pid: int, victim: Victim) -> list[str]:
         case Victim.ROOT:
             doomed = [root]
         case Victim.CORE:
-            doomed = [p for p in children if "EngineCore" in p.name()] or [root]
+            doomed = [p for p in children if any(word in p.name() for word in _CORES)] or [root]
         case Victim.TREE:
             doomed = [*children, root]
     names = []

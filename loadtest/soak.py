@@ -43,7 +43,7 @@ class Setup:
     max_tokens_disk: int
 
 
-SETUPS = {"transformers": Setup(3, 16, 96, 480), "vllm": Setup(1, 128, 120, 200)}
+SETUPS = {"transformers": Setup(3, 16, 96, 480), "vllm": Setup(1, 128, 120, 200), "sglang": Setup(3, 64, 120, 200)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=30, help="in all, shared between the ways")
     parser.add_argument("--seed", type=int, default=1, help="of the cases; printed, so that a run can be repeated")
     parser.add_argument("--ways", default="held,in-place,disk", help="from where sessions go on")
-    parser.add_argument("--model", choices=["tiny", "real"], help="default: tiny for transformers, real for vllm")
+    parser.add_argument("--model", choices=["tiny", "real"], help="default: tiny for transformers, else real")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all cases and the summary there")
     args = parser.parse_args(arguments)
     try:

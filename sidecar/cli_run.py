@@ -23,6 +23,9 @@ from .cli_options import (
 from .config import require_workers
 from .config_load import flag
 
+# As environments.py knows them, which is loaded only where one is built.
+DEMO_ENGINES = ("transformers", "vllm", "sglang")
+
 
 def run(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="How the engine is started.")],
@@ -114,7 +117,7 @@ def serve(
 
 def demo(
     engine: Annotated[
-        str, typer.Option("--engine", help="transformers (embedded) or vllm (two real workers).")
+        str, typer.Option("--engine", help="transformers (embedded), vllm or sglang (two real workers).")
     ] = "transformers",
     as_json: AsJson = False,
     command: Annotated[
@@ -125,8 +128,8 @@ def demo(
 
     Sets up what it needs in a cache folder (MIDSTREAM_CACHE, default ~/.cache/midstream).
     """
-    if engine not in ("transformers", "vllm"):
-        raise ConfigError(f'--engine: expected "transformers" or "vllm", got "{engine}"')
+    if engine not in DEMO_ENGINES:
+        raise ConfigError(f'--engine: expected one of {", ".join(DEMO_ENGINES)}, got "{engine}"')
     if command:
         from . import environments
 

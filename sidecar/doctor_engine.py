@@ -30,7 +30,7 @@ try:
     found["installed"] = m.version("midstream")
 except m.PackageNotFoundError:
     pass
-for name in ("vllm", "transformers"):
+for name in ("vllm", "sglang", "transformers"):
     if u.find_spec(name) is not None:
         for distribution in (name, name + "-cpu"):
             try:
@@ -38,8 +38,10 @@ for name in ("vllm", "transformers"):
                 break
             except m.PackageNotFoundError:
                 found["engines"].setdefault(name, "unknown")
-for point in m.entry_points(group="vllm.general_plugins"):
-    if point.name == "midstream":
+# Each engine that is there looks its plugins up by a group of its own; SGLang's is loaded with SGLang alone.
+groups = [g for e, g in (("vllm", "vllm.general_plugins"), ("sglang", "sglang.srt.plugins")) if e in found["engines"]]
+for group in groups or ["vllm.general_plugins"]:
+    for point in m.entry_points(group=group, name="midstream"):
         try:
             point.load()
             found["plugin"].append("loaded")
@@ -66,7 +68,9 @@ def environment(python: str, *, is_attached: bool = False) -> list[Check]:
     engines = found["engines"]
     if not engines:
         what = fail(
-            "engine", f"{path} has neither vllm nor transformers", "name the interpreter that the engine runs on"
+            "engine",
+            f"{path} has neither vllm, sglang nor transformers",
+            "name the interpreter that the engine runs on",
         )
     else:
         names = ", ".join(f"{name} {version}" for name, version in engines.items())
