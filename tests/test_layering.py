@@ -96,7 +96,8 @@ VLLM = {"vllm", "torch", "numpy", "cuda"}
 SGLANG_SIDE = sorted(
     f"adapters/sglang/{path.name}" for path in (ROOT / "adapters" / "sglang").glob("*.py") if path.name != "adapter.py"
 )
-SGLANG = {"sglang", "torch", "numpy"}
+# Its server is made with FastAPI.
+SGLANG = {"sglang", "torch", "numpy", "fastapi"}
 TRANSFORMERS = {"torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "aiohttp"}
 
 

@@ -29,6 +29,7 @@ def install() -> None:
     patch(OpenAIServingBase, "handle_request", ("self", "request", "raw_request"), _reading)
     for serving in (OpenAIServingChat, OpenAIServingCompletion):
         patch(serving, "_convert_to_internal_request", ("self", "request", "raw_request"), _marking)
+        patch(serving, "_handle_non_streaming_request", ("self", "adapted_request"), _whole_with_ids)
     patch(TokenizerManager, "generate_request", ("self", "obj", "request"), _tapping)
     stream = ("self", "adapted_request", "request", "raw_request")
     patch(OpenAIServingCompletion, "_generate_completion_stream", stream, _each_with_ids)
@@ -202,3 +203,28 @@ async def _last_written(events: Any, tap: Tap) -> AsyncIterator[str]:
             last = event
         if last is not None:
             yield tap.written(last)
+
+
+def _whole_with_ids(original: Any) -> Any:
+    """Unstreamed answers, in the words in which SGLang's server writes them."""
+
+    async def _handle_non_streaming_request(self: Any, adapted_request: Any, request: Any, raw_request: Any) -> Any:
+        answer = await original(self, adapted_request, request, raw_request)
+        tap = getattr(adapted_request, _TOLD, None)
+        return answer if tap is None else _whole(answer, tap)
+
+    return _handle_non_streaming_request
+
+
+def _whole(answer: Any, tap: Tap) -> Any:
+    try:
+        from fastapi import Response
+        from fastapi.encoders import jsonable_encoder
+
+        if not hasattr(answer, "choices"):
+            return answer
+        text = json.dumps(jsonable_encoder(answer), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return Response(tap.written(text), media_type="application/json")
+    except Exception:
+        report("token ids of an answer")
+        return answer
