@@ -147,8 +147,8 @@ async def _tapped(manager: Any, asked: Any, outputs: Any, tap: Tap) -> AsyncIter
 @guarded(default=None)
 def _abort(manager: Any, asked: Any) -> None:
     """Have the scheduler end a request that has not ended; SGLang knows of no other by its id any more."""
-    if isinstance(asked.rid, str):
-        manager.abort_request(asked.rid)
+    for rid in [asked.rid] if isinstance(asked.rid, str) else asked.rid or ():
+        manager.abort_request(rid)
 
 
 def _each_with_ids(original: Any) -> Any:

@@ -145,6 +145,119 @@ assert guard.missing == [], guard.missing
 """
 
 
+FRONT_END = """
+import asyncio
+import json
+import types
+from midstream.adapters.sglang import front_end, marking
+from midstream.session.ids import SessionId
+from midstream.session.marker import Marker, with_marker
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from starlette.requests import Request
+
+IDS, TEXTS = [5, 6, 7, 8], ["On", "On", "Once", "Once upon"]
+asked, aborted = [], []
+
+async def outputs(self, obj, request=None):
+    obj.normalize_batch_and_arguments()
+    asked.append(obj)
+    told = []
+    for count, (token, text) in enumerate(zip(IDS, TEXTS), 1):
+        told.append(token)
+        reason = {"type": "length", "length": 4} if count == 4 else None
+        meta = {"id": "r", "prompt_tokens": 2, "completion_tokens": count, "finish_reason": reason}
+        meta["weight_version"] = "w"
+        out = {"text": text, "output_ids": told, "meta_info": meta}
+        if obj.return_prompt_token_ids:
+            out["prompt_token_ids"] = [1, 2]
+        if obj.stream or count == 4:
+            yield out
+
+TokenizerManager.generate_request = outputs
+marking.draw_field()
+front_end.install()
+manager = object.__new__(TokenizerManager)
+manager.server_args = types.SimpleNamespace(
+    incremental_streaming_output=False, stream_response_default_include_usage=False, enable_cache_report=False
+)
+manager.request_logger = types.SimpleNamespace(log_requests=False)
+manager.create_abort_task = lambda obj: None
+manager.abort_request = aborted.append
+completions = OpenAIServingCompletion(manager, types.SimpleNamespace(completion_template_name=None))
+chat = object.__new__(OpenAIServingChat)
+chat.tokenizer_manager, chat.reasoning_parser, chat.tool_call_parser = manager, None, None
+MARKER = Marker(SessionId("a" * 32), 1, seed=9)
+
+def raw_request(body, path="/v1/completions"):
+    raw = json.dumps(body).encode()
+    async def receive():
+        return {"type": "http.request", "body": raw, "more_body": False}
+    return Request({"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b"",
+                    "server": ("h", 1), "scheme": "http"}, receive)
+
+async def complete(body):
+    answer = await completions.handle_request(CompletionRequest(**body), raw_request(body))
+    if not body.get("stream"):
+        return json.loads(answer.body) if hasattr(answer, "body") else answer.model_dump()
+    return [json.loads(c[6:]) for c in [c async for c in answer.body_iterator] if c != "data: [DONE]\\n\\n"]
+
+def ids_of(chunks):
+    return [c["choices"][0].get("token_ids") for c in chunks]
+
+async def main():
+    plain = {"prompt": "x", "stream": True, "custom_params": {"a": 1}}
+    marked = with_marker(plain, MARKER)
+    # Requests without a marker are SGLang's alone, also where they only look like one.
+    for body in (plain, {**plain, "kv_transfer_params": {"midstream": {"v": 1, "session": "no"}}}):
+        assert ids_of(await complete(body)) == [None] * 4
+        assert asked[-1].sampling_params["custom_params"] == {"a": 1}
+    chunks = await complete(marked)
+    assert ids_of(chunks) == [[5], [6], [7], [8]]
+    assert [c["choices"][0]["text"] for c in chunks] == ["On", "", "ce", " upon"]
+    assert [c["choices"][0].get("prompt_token_ids") for c in chunks] == [[1, 2], None, None, None]
+    params = asked[-1].sampling_params
+    assert params["custom_params"] == {"a": 1, marking.field(): MARKER.to_json()}
+    assert params["sampling_seed"] == 9
+    assert aborted == [asked[-1].rid]
+    whole = await complete({**marked, "stream": False})
+    assert whole["choices"][0]["token_ids"] == IDS and whole["choices"][0]["text"] == "Once upon"
+    assert (await complete({**plain, "stream": False}))["choices"][0].get("token_ids") is None
+
+    # Whoever leaves in the midst is over at once.
+    answer = await completions.handle_request(CompletionRequest(**marked), raw_request(marked))
+    await answer.body_iterator.__anext__()
+    await answer.body_iterator.aclose()
+    await asyncio.sleep(0)
+    import gc
+    gc.collect()
+    await asyncio.sleep(0.05)
+    assert aborted[-1] == asked[-1].rid, aborted
+
+    # Chats: what came without a text of its own comes with the next one, and the rest with the end.
+    body = with_marker({"messages": [{"role": "user", "content": "x"}], "stream": True}, MARKER)
+    adapted = GenerateReqInput(text="x", sampling_params={}, stream=True)
+    raw = raw_request(body)
+    raw.state.midstream = MARKER.to_json()
+    front_end._mark(chat, adapted, raw)
+    told = [e async for e in chat._generate_chat_stream(adapted, ChatCompletionRequest(**body), raw)]
+    chunks = [json.loads(e[6:]) for e in told if "[DONE]" not in e]
+    assert ids_of(chunks) == [None, [5], [6, 7], [8], []], ids_of(chunks)
+    assert [c["choices"][0]["delta"].get("content") for c in chunks][1:4] == ["On", "ce", " upon"]
+
+    # SGLang's own endpoint: the marker goes in, and its events stay as they are.
+    native = GenerateReqInput(text="x", sampling_params={"temperature": 0}, stream=True)
+    events = [o async for o in manager.generate_request(native, raw_request(body, "/generate"))]
+    assert asked[-1].sampling_params["custom_params"] == {marking.field(): MARKER.to_json()}
+    assert asked[-1].sampling_params["temperature"] == 0 and "midstream" not in events[0]
+
+asyncio.run(main())
+"""
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -153,6 +266,7 @@ assert guard.missing == [], guard.missing
         pytest.param(HELD_PAGES, id="a page that is held is in no free list"),
         pytest.param(PENALTIES, id="outputs count as if they had come one by one"),
         pytest.param(HOOKS, id="every hook fits"),
+        pytest.param(FRONT_END, id="the marker goes in and token ids come out"),
     ],
 )
 def test_inside(program: str, tmp_path: Path) -> None:
