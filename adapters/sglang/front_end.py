@@ -12,7 +12,7 @@ from typing import Any
 
 from ...session.marker import FIELD, NAME, Marker
 from ..guard import guarded, log, patch, report
-from .marking import field
+from .marking import with_marker
 from .token_ids import Tap, finishes, has_ids
 
 _TOLD = "midstream"
@@ -48,8 +48,8 @@ def _reading(original: Any) -> Any:
     return handle_request
 
 
-def _marker_in(raw: bytes) -> dict[str, Any] | None:
-    """The marker in a request's body as JSON; None where there is none that can be read."""
+def _marker_in(raw: bytes) -> Marker | None:
+    """The marker in a request's body; None where there is none that can be read."""
     if FIELD.encode() not in raw:
         return None
     fields = json.loads(raw).get(FIELD)
@@ -57,7 +57,7 @@ def _marker_in(raw: bytes) -> dict[str, Any] | None:
     if body is None:
         return None
     try:
-        return Marker.from_json(body).to_json()
+        return Marker.from_json(body)
     except ValueError as error:
         log.warning("midstream: %s; the request runs as a new one", error)
         return None
@@ -78,7 +78,7 @@ def _mark(serving: Any, adapted: Any, raw_request: Any) -> None:
     params = adapted.sampling_params
     if marker is None or not isinstance(params, dict):
         return
-    adapted.sampling_params = _with_marker(params, marker)
+    adapted.sampling_params = with_marker(params, marker)
     adapted.return_prompt_token_ids = True
     options = serving.tokenizer_manager.server_args
     adapted.midstream = Tap(incremental=bool(options.incremental_streaming_output and adapted.stream))
@@ -108,7 +108,7 @@ async def _marked(original: Any, manager: Any, asked: Any, raw_request: Any) -> 
     try:
         marker = _marker_in(await raw_request.body())
         if marker is not None:
-            asked.sampling_params = _with_marker(asked.sampling_params or {}, marker)
+            asked.sampling_params = with_marker(asked.sampling_params or {}, marker)
     except Exception:
         report("marker of a request")
     try:
@@ -118,14 +118,6 @@ async def _marked(original: Any, manager: Any, asked: Any, raw_request: Any) -> 
     finally:
         if marker is not None:
             _abort(manager, asked)
-
-
-def _with_marker(params: dict[str, Any], marker: dict[str, Any]) -> dict[str, Any]:
-    """Sampling parameters with the marker where the scheduler looks for it, and its seed where there is none."""
-    marked = {**params, "custom_params": {**(params.get("custom_params") or {}), field(): marker}}
-    if marked.get("sampling_seed") is None and marker.get("seed") is not None:
-        marked["sampling_seed"] = marker["seed"]
-    return marked
 
 
 async def _tapped(manager: Any, asked: Any, outputs: Any, tap: Tap) -> AsyncIterator[Any]:

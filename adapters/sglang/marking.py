@@ -1,12 +1,14 @@
 """The sidecar's marker on its way through SGLang: from the HTTP process to the scheduler, and read off a request there.
 
-It travels in `sampling_params.custom_params`, which clients may write into as well: its name there is drawn by the
-engine's first process and inherited by the others, so that nobody outside knows it. Invariant: what comes with a marker
-that cannot be true runs as a new request.
+It travels in `sampling_params.custom_params`, as text because SGLang sends no deeper objects between its processes,
+which clients may write into as well: its name there is drawn by the engine's first process and inherited by the others,
+so that nobody outside knows it. Invariant: what comes with a marker that cannot be true runs as a new request.
 """
 
+import json
 import os
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 from ...session.marker import Marker
@@ -24,11 +26,20 @@ def field() -> str:
     return os.environ[_VARIABLE]
 
 
+def with_marker(params: Mapping[str, Any], marker: Marker) -> dict[str, Any]:
+    """Sampling parameters with the marker, and with its seed where there is none."""
+    custom = {**(params.get("custom_params") or {}), field(): json.dumps(marker.to_json(), separators=(",", ":"))}
+    marked = {**params, "custom_params": custom}
+    if marked.get("sampling_seed") is None and marker.seed is not None:
+        marked["sampling_seed"] = marker.seed
+    return marked
+
+
 def marker_of(request: Any) -> Marker | None:
     """The marker of a scheduler's request, or None; ValueError if there is one that cannot be read."""
     fields = request.sampling_params.custom_params
-    body = fields.get(field()) if isinstance(fields, dict) else None
-    return None if body is None else Marker.from_json(body)
+    text = fields.get(field()) if isinstance(fields, dict) else None
+    return None if text is None else Marker.from_json(json.loads(text))
 
 
 def checked_marker(request: Any) -> Marker | None:

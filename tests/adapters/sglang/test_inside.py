@@ -149,14 +149,16 @@ FRONT_END = """
 import asyncio
 import json
 import types
+import msgspec
 from midstream.adapters.sglang import front_end, marking
 from midstream.session.ids import SessionId
-from midstream.session.marker import Marker, with_marker
+from midstream.session.marker import KvSource, Marker, Resume, with_marker
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.sampling.sampling_params import SamplingParams
 from starlette.requests import Request
 
 IDS, TEXTS = [5, 6, 7, 8], ["On", "On", "Once", "Once upon"]
@@ -190,7 +192,7 @@ manager.abort_request = aborted.append
 completions = OpenAIServingCompletion(manager, types.SimpleNamespace(completion_template_name=None))
 chat = object.__new__(OpenAIServingChat)
 chat.tokenizer_manager, chat.reasoning_parser, chat.tool_call_parser = manager, None, None
-MARKER = Marker(SessionId("a" * 32), 1, seed=9)
+MARKER = Marker(SessionId("a" * 32), 2, Resume((7, 8), KvSource.HELD, "0" * 32), seed=9)
 
 def raw_request(body, path="/v1/completions"):
     raw = json.dumps(body).encode()
@@ -204,6 +206,11 @@ async def complete(body):
     if not body.get("stream"):
         return json.loads(answer.body) if hasattr(answer, "body") else answer.model_dump()
     return [json.loads(c[6:]) for c in [c async for c in answer.body_iterator] if c != "data: [DONE]\\n\\n"]
+
+def marker_that_arrives(params):
+    # As SGLang sends it from one process to the other.
+    sent = msgspec.msgpack.encode(SamplingParams(**params))
+    return marking.marker_of(types.SimpleNamespace(sampling_params=msgspec.msgpack.decode(sent, type=SamplingParams)))
 
 def ids_of(chunks):
     return [c["choices"][0].get("token_ids") for c in chunks]
@@ -220,7 +227,7 @@ async def main():
     assert [c["choices"][0]["text"] for c in chunks] == ["On", "", "ce", " upon"]
     assert [c["choices"][0].get("prompt_token_ids") for c in chunks] == [[1, 2], None, None, None]
     params = asked[-1].sampling_params
-    assert params["custom_params"] == {"a": 1, marking.field(): MARKER.to_json()}
+    assert marker_that_arrives(params) == MARKER and params["custom_params"]["a"] == 1
     assert params["sampling_seed"] == 9
     assert aborted == [asked[-1].rid]
     whole = await complete({**marked, "stream": False})
@@ -241,7 +248,7 @@ async def main():
     body = with_marker({"messages": [{"role": "user", "content": "x"}], "stream": True}, MARKER)
     adapted = GenerateReqInput(text="x", sampling_params={}, stream=True)
     raw = raw_request(body)
-    raw.state.midstream = MARKER.to_json()
+    raw.state.midstream = MARKER
     front_end._mark(chat, adapted, raw)
     told = [e async for e in chat._generate_chat_stream(adapted, ChatCompletionRequest(**body), raw)]
     chunks = [json.loads(e[6:]) for e in told if "[DONE]" not in e]
@@ -251,7 +258,7 @@ async def main():
     # SGLang's own endpoint: the marker goes in, and its events stay as they are.
     native = GenerateReqInput(text="x", sampling_params={"temperature": 0}, stream=True)
     events = [o async for o in manager.generate_request(native, raw_request(body, "/generate"))]
-    assert asked[-1].sampling_params["custom_params"] == {marking.field(): MARKER.to_json()}
+    assert marker_that_arrives(asked[-1].sampling_params) == MARKER
     assert asked[-1].sampling_params["temperature"] == 0 and "midstream" not in events[0]
 
 asyncio.run(main())
