@@ -1,10 +1,13 @@
 """Real SGLang workers for tests, as the demo starts them."""
 
 import os
+import subprocess
+from pathlib import Path
 
 import pytest
 
-from midstream.sidecar.environments import SGLANG_OPTIONS
+from midstream.sidecar import plugin_path
+from midstream.sidecar.environments import SGLANG_ENVIRON, SGLANG_OPTIONS
 from support.vllm_rig import whole_model
 
 PYTHON_VARIABLE = "MIDSTREAM_TEST_SGLANG_PYTHON"
@@ -24,3 +27,13 @@ def sglang_command(*options: str) -> list[str]:
     """The command of one small worker of the demo's model."""
     command = [sglang_python(), "-m", "sglang.launch_server", "--model-path", str(whole_model())]
     return [*command, "--served-model-name", "smollm2", *SGLANG_OPTIONS, *options]
+
+
+def run_inside(program: str, folder: Path) -> None:
+    """Run a program in SGLang's environment, without a server, and fail with what it says."""
+    environ = {**os.environ, **SGLANG_ENVIRON, "PYTHONPATH": str(plugin_path.ensure(folder))}
+    told = subprocess.run(
+        [sglang_python(), "-c", f"{program}\nprint('done')"],
+        env=environ, cwd=folder, capture_output=True, text=True, timeout=170,
+    )  # fmt: skip
+    assert told.stdout.splitlines()[-1:] == ["done"], told.stdout[-1000:] + told.stderr[-3000:]

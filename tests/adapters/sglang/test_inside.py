@@ -1,14 +1,10 @@
 """What is done to SGLang's own objects, done to real ones, in its own Python and without a model."""
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from midstream.sidecar import plugin_path
-from midstream.sidecar.environments import SGLANG_ENVIRON
-from support.sglang_rig import sglang_python
+from support.sglang_rig import run_inside
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
 
@@ -277,8 +273,4 @@ asyncio.run(main())
     ],
 )
 def test_inside(program: str, tmp_path: Path) -> None:
-    environ = {**os.environ, **SGLANG_ENVIRON, "PYTHONPATH": str(plugin_path.ensure(tmp_path))}
-    told = subprocess.run(
-        [sglang_python(), "-c", f"{program}\nprint('done')"], env=environ, capture_output=True, text=True, timeout=170
-    )
-    assert told.stdout.splitlines()[-1:] == ["done"], told.stderr[-3000:]
+    run_inside(program, tmp_path)
