@@ -27,13 +27,15 @@ def install() -> None:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
     patch(OpenAIServingBase, "handle_request", ("self", "request", "raw_request"), _reading)
-    for serving in (OpenAIServingChat, OpenAIServingCompletion):
-        patch(serving, "_convert_to_internal_request", ("self", "request", "raw_request"), _marking)
-        patch(serving, "_handle_non_streaming_request", ("self", "adapted_request"), _whole_with_ids)
+    converting = ("self", "request", "raw_request")
+    patch(OpenAIServingChat, "_convert_to_internal_request", converting, _marking)
+    patch(OpenAIServingCompletion, "_convert_to_internal_request", converting, _marking)
+    answering = ("self", "adapted_request", "request", "raw_request")
+    patch(OpenAIServingChat, "_handle_non_streaming_request", answering, _whole_with_ids)
+    patch(OpenAIServingCompletion, "_handle_non_streaming_request", answering, _whole_with_ids)
     patch(TokenizerManager, "generate_request", ("self", "obj", "request"), _tapping)
-    stream = ("self", "adapted_request", "request", "raw_request")
-    patch(OpenAIServingCompletion, "_generate_completion_stream", stream, _each_with_ids)
-    patch(OpenAIServingChat, "_generate_chat_stream", stream, _end_with_ids)
+    patch(OpenAIServingCompletion, "_generate_completion_stream", answering, _each_with_ids)
+    patch(OpenAIServingChat, "_generate_chat_stream", answering, _end_with_ids)
     patch(OpenAIServingChat, "_generate_stream_content", ("self", "content"), _content_with_ids)
 
 
