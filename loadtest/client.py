@@ -187,9 +187,13 @@ class _Rules:
             answer.error = chunk["error"]
             return
         answer.chunk_count += 1
-        for name in ("id", "created", "model", "object"):
+        for name in ("id", "model", "object"):
             if self._first.setdefault(name, chunk.get(name)) != chunk.get(name):
                 answer.violations.append(f"{name} changed from {self._first[name]!r} to {chunk.get(name)!r}")
+        # Of the answer, or of each chunk: engines differ. Before the first one there was none.
+        created, first = chunk.get("created"), self._first.setdefault("created", chunk.get("created"))
+        if created != first and not (isinstance(created, int) and isinstance(first, int) and created > first):
+            answer.violations.append(f"created changed from {first!r} to {created!r}")
         if chunk.get("usage") is not None:
             if answer.usage is not None:
                 answer.violations.append("a second usage")
