@@ -5,9 +5,10 @@ one number: it is moved again). The names are those of docs/exactness.md.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from support.moved_features import Feature
 from support.vllm_models import THINK_END_ID
 from support.vllm_rig import CHAT, COMPLETIONS
 
@@ -35,28 +36,6 @@ _WEATHER_CALL = (
 _TIME_CALL = r"<tool_call>\{\"name\": \"get_time\", \"arguments\": \{\"zone\": \"[A-Z][a-z]{14,19}\"\}\}</tool_call>"
 # What a model that calls two tools after each other says, in the words that the parser knows.
 TWO_CALLS = rf"Sure, wait\. {_WEATHER_CALL}\n{_TIME_CALL}"
-
-
-@dataclass(frozen=True, slots=True)
-class Feature:
-    """One case. `alone`: it must have the engines to itself, so that fractions are equal, too.
-
-    `outcome` is what its moves come to. `tier` is where the KV comes from; where that is the disk, a snapshot is stored
-    a few tokens before the first cut.
-    """
-
-    name: str
-    path: str
-    body: Mapping[str, Any]
-    cuts: tuple[int, ...]
-    alone: bool = False
-    tier: str = "held"
-    outcome: str = "exact"
-
-    @property
-    def stream(self) -> bool:
-        """Whether its answer is streamed."""
-        return bool(self.body["stream"])
 
 
 def _chat(
