@@ -125,6 +125,8 @@ class MidstreamConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker_side.begin(self._get_connector_metadata().loads)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Asked once in each step, after the forward pass if it has one; `wait_for_save` is not, before 0.32."""
+        self._step_done()
         return None, set(self._finished_loads()) or None
 
     @guarded(default=NOTHING)
@@ -145,12 +147,11 @@ class MidstreamConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing is saved from within a forward pass."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved from within a forward pass: this rank only says that it has come to its end."""
-        self._step_done()
+        """Nothing is saved from within a forward pass."""
 
     @guarded(default=None)
     def _step_done(self) -> None:
         if self.worker_side is not None and self.has_connector_metadata():
-            # vLLM calls this also where the forward pass raised.
+            # vLLM asks also where the forward pass raised.
             failed = sys.exc_info()[0] is not None
             self.worker_side.step_done(self._get_connector_metadata().step, failed=failed)
