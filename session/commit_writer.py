@@ -37,7 +37,7 @@ class CommitWriter:
         return int.from_bytes(self._map.view[offset : offset + 8], "little")
 
     def commit(self, step: int) -> bool:
-        """All KV that this rank had to write up to and in `step` is written; False where that is not known to be true."""
+        """All KV that this rank had to write up to and in `step` is written; False where that is not known."""
         if self._next is None:
             return False
         if step == self._last:

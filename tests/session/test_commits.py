@@ -243,6 +243,18 @@ def test_a_step_that_failed_or_was_missed_ends_the_commits_of_its_rank(tmp_path:
     assert engine.reader.commits() == (1, 1)
 
 
+def test_a_step_that_is_told_twice_is_done_once(tmp_path: Path) -> None:
+    commits, _ = Engine(tmp_path).commits
+    assert [commits.commit(step) for step in (1, 1, 2, 2, 3)] == [True] * 5
+    assert commits.commit(2) is False
+
+
+def test_a_step_of_which_the_number_is_not_known_is_none(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    assert engine.commits[0].commit(0) is False
+    assert engine.reader.commits() == (None, None)
+
+
 def test_more_ranks_than_have_a_record_commit_nothing(tmp_path: Path) -> None:
     engine = Engine(tmp_path, ranks=2)
     with pytest.raises(ArenaError, match="at most 32 ranks"):
