@@ -13,6 +13,7 @@ PAGE_SIZES = (16, 32, 64, 128)
 # Bytes that mean the same wherever they are read; others need scales that lie elsewhere.
 KV_DTYPES = ("auto", "float16", "bfloat16", "float32", "bf16")
 DEVICES = ("cpu",)
+_TOPK = "enable_return_indexer_topk"
 
 
 def of_options(options: Any, version: str) -> list[str]:
@@ -47,6 +48,10 @@ def _set(name: str) -> Callable[[Any], bool]:
     return lambda options: bool(getattr(options, name, None))
 
 
+def _any(*names: str) -> Callable[[Any], bool]:
+    return lambda options: any(getattr(options, name, None) for name in names)
+
+
 def _more_than_one(*names: str) -> Callable[[Any], bool]:
     return lambda options: any((getattr(options, name, 1) or 1) > 1 for name in names)
 
@@ -72,6 +77,11 @@ _RULES: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("kv_quantization", _is_none_of("kv_cache_dtype", KV_DTYPES)),
     ("kv_offloading", lambda o: bool(o.enable_hierarchical_cache or getattr(o, "enable_hisparse", False))),
     ("kv_layout", lambda o: bool(getattr(o, "enable_unified_memory", False) or o.enable_memory_saver)),
+    # Of tokens that are replayed there are none.
+    (
+        "hidden_states",
+        _any("enable_return_hidden_states", "enable_return_routed_experts", "enable_return_indexer_topk"),
+    ),
     ("engine_sessions", lambda o: bool(getattr(o, "enable_session_radix_cache", False))),
     ("priorities", _set("enable_priority_scheduling")),
     ("page_size", _is_none_of("page_size", PAGE_SIZES)),
