@@ -59,7 +59,7 @@ def facts_of(scheduler: Any) -> tuple[dict[str, Any], bool]:
         "pools": [] if announced is None else [announced.name],
         "adopted": adopted,
         "inexact": words,
-        "inexact_sampled": [] if server_options().enable_deterministic_inference else ["random_state"],
+        "inexact_sampled": inexact_sampled(),
         "block_tokens": scheduler.page_size,
         "max_sessions": scheduler.max_running_requests,
     }
@@ -78,6 +78,11 @@ def may_adopt() -> bool:
 def inexact(scheduler: Any) -> list[str]:
     """Why sessions of this engine cannot go on exactly; [] when they can."""
     return of_options(server_options(), engine_version()) + of_model(scheduler) + _of_hooks()
+
+
+def inexact_sampled() -> list[str]:
+    """Why those that draw cannot; [] when they can, too."""
+    return [] if server_options().enable_deterministic_inference else ["random_state"]
 
 
 def _of_hooks() -> list[str]:

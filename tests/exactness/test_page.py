@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from midstream.adapters.sglang import identity as sglang_identity
+from midstream.adapters.sglang import obstacles as sglang_obstacles
 from midstream.adapters.vllm import identity as vllm_identity
 from midstream.adapters.vllm import obstacles as vllm_obstacles
 from midstream.proxy.eligible import NO_SESSION, NotResumable
 from midstream.proxy.eligible_events import EventObstacle
+from midstream.proxy.eligible_generate import GenerateObstacle
 from midstream.sidecar import workers
-from support.exactness_page import PAGE, ROOT, NoRow, Reference, Row, tables
+from support.exactness_page import NOTHING, PAGE, ROOT, NoRow, Reference, Row, tables
 from support.features import FEATURES, NOT_OFFERED, Feature
 from support.obstacles import OBSTACLES
 from support.vllm_features import FEATURES as VLLM_FEATURES
@@ -23,8 +26,8 @@ REFUSALS = "tests/exactness/test_embedded_refusals.py"
 VLLM = "tests/adapters/vllm/test_engine_features.py"
 # What stands in the way in an engine is said by its plugin, and by the sidecar for one that has none.
 VLLM_SOURCES = (Path(vllm_obstacles.__file__), Path(vllm_identity.__file__))
+SGLANG_SOURCES = (Path(sglang_obstacles.__file__), Path(sglang_identity.__file__))
 SIDECAR_SOURCES = (Path(workers.__file__),)
-NOTHING = "-"
 NOT_HERE = "not offered"
 PASSED = "passed through"
 VERDICTS = {"exact", "recomputed", "restarted", "refused", NOT_HERE, PASSED, NOTHING}
@@ -76,7 +79,7 @@ def test_every_row_has_a_verdict_for_each_engine_and_names_tests_that_there_are(
 
 
 def test_no_feature_has_two_rows(page: dict[str, list[Row]]) -> None:
-    for name in ("feature", "case"):
+    for name in ("feature", "case", "feature of SGLang"):
         names = [row.name for row in page[name]]
         assert len(names) == len(set(names)), f"twice: {sorted(n for n in names if names.count(n) > 1)}"
 
@@ -105,11 +108,14 @@ def test_every_feature_of_vllm_has_its_row(page: dict[str, list[Row]], name: str
 
 
 def test_every_obstacle_of_a_request_has_its_row_and_its_request(page: dict[str, list[Row]]) -> None:
-    words = {word.value for kind in (NotResumable, EventObstacle) for word in kind}
-    assert words == {asked.word.value for asked in OBSTACLES}
-    told = {row.name: row.vllm for row in page["word"]}
+    assert {asked.word for asked in OBSTACLES} == {*NotResumable, *EventObstacle, *GenerateObstacle}
     passed = {word.value for word in NO_SESSION}
-    assert {word: told.get(word) for word in words} == {word: PASSED if word in passed else "refused" for word in words}
+    for words, told in (
+        ({*NotResumable, *EventObstacle}, {row.name: row.vllm for row in page["word"]}),
+        ({*GenerateObstacle}, {row.name: row.sglang for row in page["word of SGLang"]}),
+    ):
+        named = {word.value for word in words}
+        assert {w: told.get(w) for w in named} == {w: PASSED if w in passed else "refused" for w in named}
 
 
 def test_every_obstacle_of_an_engine_has_its_row(page: dict[str, list[Row]]) -> None:
@@ -117,11 +123,15 @@ def test_every_obstacle_of_an_engine_has_its_row(page: dict[str, list[Row]]) -> 
     told = {(row.name, row.verdicts()) for row in page["word"]}
     assert {(word, ("refused", NOTHING)) for word in words_of(*VLLM_SOURCES)} - told == set()
     assert {(word, ("refused", "refused")) for word in words_of(*SIDECAR_SOURCES)} - told == set()
+    of_sglang = {row.name for row in page["word of SGLang"] if row.sglang == "refused"}
+    assert words_of(*SGLANG_SOURCES) - of_sglang == set()
 
 
 def test_no_row_is_of_a_word_that_there_is_not(page: dict[str, list[Row]]) -> None:
-    known = {asked.word.value for asked in OBSTACLES} | words_of(*VLLM_SOURCES, *SIDECAR_SOURCES)
-    assert {row.name for row in page["word"]} == known
+    asked = {word.value for word in (*NotResumable, *EventObstacle)}
+    assert {row.name for row in page["word"]} == asked | words_of(*VLLM_SOURCES, *SIDECAR_SOURCES)
+    of_generate = {word.value for word in GenerateObstacle}
+    assert {row.name for row in page["word of SGLang"]} == of_generate | words_of(*SGLANG_SOURCES)
 
 
 def words_of(*sources: Path) -> set[str]:
@@ -155,6 +165,8 @@ def test_the_words_of_an_engine_are_found_in_its_source() -> None:
     assert {"spec_decode", "scheduler", "logits_processors", "kv_groups", "sliding_window", "version"} <= found
     assert {"hooks", "random_state"} <= found
     assert words_of(*SIDECAR_SOURCES) == {"no_pool", "no_plugin"}
+    found = words_of(*SGLANG_SOURCES)
+    assert {"overlap", "lora", "page_size", "version", "hooks", "random_state", "attention", "multimodal"} <= found
 
 
 @pytest.mark.parametrize("case", FIELD_CASES)
@@ -174,6 +186,7 @@ def test_a_page_that_is_not_true_is_noticed() -> None:
         "feature"
     ]
     assert row.tests == (Reference("tests/a/test_b.py", "test_c", "d"), Reference("tests/a/test_b.py", "", "e, f"))
+    assert (row.vllm, row.embedded, row.sglang) == ("exact", "-", "-")
     assert row.tests[0].covers("tests/a/test_b.py::test_c[d]")
     assert row.tests[0].covers("tests/a/test_b.py::test_c[True-d]")
     assert not row.tests[0].covers("tests/a/test_b.py::test_c[e]")

@@ -1,16 +1,21 @@
 """docs/exactness.md as data: its tables, and the tests that their rows name.
 
-Owns the form of a row: five cells, the last of which names tests, each as `` `file` [case] ``, `` `file::test` `` or
-`` `file::test` [case] ``. Judges nothing.
+Owns the form of a row: a name, a request, a verdict for each engine of its table, and tests, each as
+`` `file` [case] ``, `` `file::test` `` or `` `file::test` [case] ``. SGLang has tables of its own. Judges nothing.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "exactness.md"
-HEADERS = ("feature", "word", "case")
+_TWO = ("vLLM", "embedded")
+_SGLANG = ("SGLang",)
+# The engines that a table tells of, by the first word of its header.
+HEADERS = {"feature": _TWO, "word": _TWO, "case": _TWO, "feature of SGLang": _SGLANG, "word of SGLang": _SGLANG}
+NOTHING = "-"
 _REFERENCE = re.compile(r"`(?P<path>tests/[\w/]+\.py)(?:::(?P<test>\w+))?`(?: \[(?P<case>[^\]]+)\])?")
 
 
@@ -37,13 +42,27 @@ class Row:
 
     name: str
     request: str
-    vllm: str
-    embedded: str
+    told: Mapping[str, str]
     tests: tuple[Reference, ...]
 
-    def verdicts(self) -> tuple[str, str]:
-        """Of vLLM, and of the embedded engine."""
-        return self.vllm, self.embedded
+    @property
+    def vllm(self) -> str:
+        """Its verdict of vLLM."""
+        return self.told.get("vLLM", NOTHING)
+
+    @property
+    def embedded(self) -> str:
+        """Its verdict of the embedded engine."""
+        return self.told.get("embedded", NOTHING)
+
+    @property
+    def sglang(self) -> str:
+        """Its verdict of SGLang."""
+        return self.told.get("SGLang", NOTHING)
+
+    def verdicts(self) -> tuple[str, ...]:
+        """Of the engines of its table, in their order."""
+        return tuple(self.told.values())
 
 
 class NoRow(ValueError):
@@ -54,26 +73,28 @@ def tables(text: str) -> dict[str, list[Row]]:
     """The rows of each table, by the first word of its header: several tables may share one."""
     found: dict[str, list[Row]] = {name: [] for name in HEADERS}
     rows: list[Row] | None = None
+    engines: tuple[str, ...] = ()
     for line in text.splitlines():
         if not line.startswith("|"):
             rows = None
         elif rows is None:
             header = [cell.strip() for cell in line.strip("|").split("|")]
-            if len(header) != 5 or header[0] not in HEADERS or header[2:] != ["vLLM", "embedded", "test"]:
+            engines = HEADERS.get(header[0], ())
+            if not engines or header[2:] != [*engines, "test"]:
                 raise NoRow(f"a table begins with {line!r}")
             rows = found[header[0]]
         elif not set(line) <= set("|-"):
-            rows.append(_row(line))
+            rows.append(_row(line, engines))
     return found
 
 
-def _row(line: str) -> Row:
+def _row(line: str, engines: tuple[str, ...]) -> Row:
     cells = [cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")]
-    if len(cells) != 5:
+    if len(cells) != 3 + len(engines):
         raise NoRow(f"{len(cells)} cells: {line!r}")
-    name, request, vllm, embedded, tests = cells
+    name, request, *verdicts, tests = cells
     rest = _REFERENCE.sub("", tests).replace(";", "").strip()
     if rest:
         raise NoRow(f"{rest!r} names no test: {line!r}")
     references = tuple(Reference(m["path"], m["test"] or "", m["case"] or "") for m in _REFERENCE.finditer(tests))
-    return Row(name.strip("`"), request, vllm, embedded, references)
+    return Row(name.strip("`"), request, dict(zip(engines, verdicts, strict=True)), references)

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from midstream.proxy.dialects.by_path import MESSAGES_PATH, RESPONSES_PATH
+from midstream.proxy.dialects.by_path import GENERATE_PATH, MESSAGES_PATH, RESPONSES_PATH
 from midstream.proxy.eligible import NotResumable, Obstacle
 from midstream.proxy.eligible_events import EventObstacle
+from midstream.proxy.eligible_generate import GenerateObstacle
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -44,6 +45,10 @@ def _message(word: Obstacle, **fields: Any) -> Obstructed:
     return Obstructed(MESSAGES_PATH, word, body)
 
 
+def _generate(word: Obstacle, **fields: Any) -> Obstructed:
+    return Obstructed(GENERATE_PATH, word, {"text": "x", **fields})
+
+
 OBSTACLES: tuple[Obstructed, ...] = (
     _text(NotResumable.UNCLEAR_STREAM, stream="yes"),
     # As they are: `n` and several prompts that can be told apart become sessions of their own.
@@ -71,4 +76,13 @@ OBSTACLES: tuple[Obstructed, ...] = (
     _message(EventObstacle.MULTIMODAL, messages=[{"role": "user", "content": [{"type": "image"}]}]),
     _message(EventObstacle.NO_OUTPUT, max_tokens=0),
     _message(EventObstacle.ENCODER_TRANSFER, ec_transfer_params={"a": 1}),
+    _generate(GenerateObstacle.UNCLEAR_STREAM, stream="yes"),
+    _generate(GenerateObstacle.SEVERAL_CHOICES, sampling_params={"n": 2}),
+    _generate(GenerateObstacle.SEVERAL_PROMPTS, text=["x", "y"]),
+    _generate(GenerateObstacle.PROMPT_EMBEDS, input_embeds=[[0.1]]),
+    _generate(GenerateObstacle.MULTIMODAL, image_data="data:,"),
+    _generate(GenerateObstacle.LOGPROBS, return_logprob=True),
+    _generate(GenerateObstacle.HIDDEN_STATES, return_hidden_states=True),
+    _generate(GenerateObstacle.ENGINE_SESSION, session_params={"id": "s"}),
+    _generate(GenerateObstacle.NO_OUTPUT, sampling_params={"max_new_tokens": 0}),
 )

@@ -103,3 +103,23 @@ assert not set(identity._OPTIONS) - known, set(identity._OPTIONS) - known
 def test_every_option_that_is_looked_at_is_one_of_sglang(tmp_path: Any) -> None:
     """A name that it has not would be found unset for ever."""
     run_inside(OPTIONS_ARE_THERE, tmp_path)
+
+
+WITHOUT_A_HOOK = """
+from sglang.srt.sampling import sampling_batch_info
+from midstream.adapters import guard
+from midstream.adapters.sglang import identity, marking, scheduler_hooks
+
+marking.draw_field()
+scheduler_hooks.install()
+assert identity._of_hooks() == []
+guard.missing.append("Scheduler.abort_request")
+assert identity._of_hooks() == ["hooks"]
+guard.missing.clear()
+sampling_batch_info.SamplingBatchInfo.from_schedule_batch = classmethod(lambda cls, batch, vocab_size: None)
+assert identity._of_hooks() == ["hooks"], "penalizers that are not known"
+"""
+
+
+def test_what_cannot_be_hooked_has_its_word(tmp_path: Any) -> None:
+    run_inside(WITHOUT_A_HOOK, tmp_path)
