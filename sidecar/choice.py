@@ -20,13 +20,16 @@ class Tier(StrEnum):
 
     HELD = "held"
     IN_PLACE = "in-place"
+    MEMORY = "memory"
     DISK = "disk"
     JOURNAL = "journal"
     NONE = "none"
 
 
 RANKS_BEHIND = "its ranks had not committed the same step"
-KV_TIERS = frozenset({Tier.HELD, Tier.IN_PLACE, Tier.DISK})
+KV_TIERS = frozenset({Tier.HELD, Tier.IN_PLACE, Tier.MEMORY, Tier.DISK})
+# What disk must cover beyond memory to be preferred: reading it takes longer than to decode so many tokens.
+DISK_AHEAD_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,8 @@ class Account:
     """What is known of an interrupted session.
 
     `journal` are the journaled outputs, `delivered` those that the client has. `held_kv`: the pool of its last epoch is
-    still held and its blocks are still its own. `stored_kv_len`: positions that a snapshot on disk covers, 0 for none.
+    still held and its blocks are still its own. `kept_kv_len`: positions that are kept in memory, 0 for none;
+    `stored_kv_len`: those that a snapshot on disk covers.
     `held_outputs`: with how many outputs it can go on from that pool, None for all; fewer than were journaled, or none,
     where the ranks of its engine had not all committed the newest ones.
     """
@@ -51,6 +55,7 @@ class Account:
     epoch: tuple[str, int]
     key: CompatibilityKey | None
     held_outputs: int | None = None
+    kept_kv_len: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +90,17 @@ class Plan:
 
     @property
     def kv(self) -> KvSource:
-        """The marker's word for the tier."""
-        return {Tier.HELD: KvSource.HELD, Tier.IN_PLACE: KvSource.IN_PLACE, Tier.DISK: KvSource.DISK}.get(
-            self.tier, KvSource.NONE
-        )
+        """The marker's word for the tier: what it comes to in the engine, which copies nothing itself."""
+        return _WORDS.get(self.tier, KvSource.NONE)
+
+
+# An engine waits for what is kept in memory just as it does for what is stored.
+_WORDS = {
+    Tier.HELD: KvSource.HELD,
+    Tier.IN_PLACE: KvSource.IN_PLACE,
+    Tier.MEMORY: KvSource.DISK,
+    Tier.DISK: KvSource.DISK,
+}
 
 
 def known_outputs(journal: Sequence[int], delivered: Sequence[int]) -> tuple[int, ...] | None:
@@ -131,7 +143,7 @@ def plan(
     in_step = len(account.journal) >= len(account.delivered)
     return (
         (_with_pool(account, cut, outputs, candidates, tiers) if in_step else None)
-        or (_from_disk(account, cut, outputs, candidates) if Tier.DISK in tiers else None)
+        or _from_copy(account, cut, outputs, candidates, tiers)
         or _recompute(account, cut, candidates, _why_no_kv(account, candidates))
         or _again(account, candidates)
     )
@@ -147,7 +159,15 @@ def exactly(chosen: Plan, account: Account, candidates: Sequence[Candidate]) -> 
 def has_any_kv(account: Account, tiers: frozenset[Tier]) -> bool:
     """Whether there is KV that a worker might use, be it one that is still coming."""
     held = account.held_kv and not tiers.isdisjoint((Tier.HELD, Tier.IN_PLACE))
-    return held or (account.stored_kv_len > 0 and Tier.DISK in tiers)
+    kept = account.kept_kv_len > 0 and Tier.MEMORY in tiers
+    return held or kept or (account.stored_kv_len > 0 and Tier.DISK in tiers)
+
+
+def is_good_enough(chosen: Plan) -> bool:
+    """Whether nothing on disk could be better: nobody waits for a disk then."""
+    if chosen.tier is Tier.MEMORY:
+        return len(chosen.expected) - len(chosen.outputs) <= DISK_AHEAD_TOKENS
+    return chosen.tier in (Tier.HELD, Tier.IN_PLACE) or bool(chosen.finish)
 
 
 def others_first(candidates: Sequence[Candidate], account: Account) -> list[Candidate]:
@@ -193,14 +213,27 @@ def _with_pool(
     return Plan(_roomiest(fitting), Tier.HELD, cut[:covered], outputs, detail=detail) if Tier.HELD in tiers else None
 
 
-def _from_disk(
-    account: Account, cut: tuple[int, ...], outputs: tuple[int, ...], candidates: Sequence[Candidate]
+def _from_copy(
+    account: Account,
+    cut: tuple[int, ...],
+    outputs: tuple[int, ...],
+    candidates: Sequence[Candidate],
+    tiers: frozenset[Tier],
 ) -> Plan | None:
+    """From memory, or from disk where that goes so much further that it is worth the time."""
     fitting = matching(account.key, candidates)
-    covered = account.stored_kv_len - account.prompt_len + 1
-    if not fitting or covered < 1:
+    kept = _covered(account, cut, account.kept_kv_len) if Tier.MEMORY in tiers else 0
+    stored = _covered(account, cut, account.stored_kv_len) if Tier.DISK in tiers else 0
+    if not fitting or max(kept, stored) < 1:
         return None
-    return Plan(_roomiest(fitting), Tier.DISK, cut[:covered], outputs)
+    if kept >= 1 and kept + DISK_AHEAD_TOKENS >= stored:
+        return Plan(_roomiest(fitting), Tier.MEMORY, cut[:kept], outputs)
+    return Plan(_roomiest(fitting), Tier.DISK, cut[:stored], outputs)
+
+
+def _covered(account: Account, cut: tuple[int, ...], kv_len: int) -> int:
+    """With how many outputs a session can go on that has KV of so many positions; the newest needs none."""
+    return min(len(cut), kv_len - account.prompt_len + 1) if kv_len else 0
 
 
 def _recompute(account: Account, outputs: tuple[int, ...], candidates: Sequence[Candidate], why: str) -> Plan | None:
@@ -234,7 +267,7 @@ def _why_no_kv(account: Account, candidates: Sequence[Candidate]) -> str:
         return "the old worker said nothing of its key"
     if account.held_outputs is not None and account.held_outputs < 1:
         return RANKS_BEHIND
-    if not account.held_kv and account.stored_kv_len == 0:
+    if not account.held_kv and account.stored_kv_len == account.kept_kv_len == 0:
         return "no KV is left of it"
     differing = {name for c in candidates if c.key is not None for name in account.key.difference(c.key)}
     return f"keys differ in {', '.join(sorted(differing))}" if differing else "no KV is left of it"

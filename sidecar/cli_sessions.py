@@ -55,7 +55,9 @@ def move(
     session: Session,
     tier: Annotated[
         Optional[str],  # noqa: UP045 - typer reads the annotation
-        typer.Option("--tier", help="Where its KV comes from: held (default), disk, or journal (computed again)."),
+        typer.Option(
+            "--tier", help="Where its KV comes from: held (default), memory, disk, or journal (computed again)."
+        ),
     ] = None,
     at: Annotated[
         Optional[int],  # noqa: UP045

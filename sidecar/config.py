@@ -66,6 +66,26 @@ class Store(_Part, frozen=True):
     ] = 64
 
 
+class Tier1(_Part, frozen=True):
+    """Copies of KV in memory of the host, for what the engine's own memory does not survive (docs/tier1.md)."""
+
+    bytes: Annotated[
+        int,
+        Meta(ge=0, le=1 << 44, description="Host memory for copies of full blocks; 0 keeps none, else at least 1 MiB."),
+    ] = 0
+    bandwidth: Annotated[
+        int, Meta(ge=1 << 20, le=1 << 44, description="Bytes a second that copying into it may take of the link.")
+    ] = 10_000_000_000
+    tail: Annotated[
+        str,
+        Meta(
+            pattern="^(never|[1-9][0-9]{0,5})$",
+            title="never, or a number of tokens",
+            description="After how many new tokens a block that is not full yet is copied, too.",
+        ),
+    ] = "never"
+
+
 class Proxy(_Part, frozen=True):
     """What clients see."""
 
@@ -108,11 +128,11 @@ class Restore(_Part, frozen=True):
     tiers: Annotated[
         str,
         Meta(
-            pattern="^(none|(in-place|held|disk)(,(in-place|held|disk))*)$",
-            title="some of in-place,held,disk with commas between, or none",
+            pattern="^(none|(in-place|held|memory|disk)(,(in-place|held|memory|disk))*)$",
+            title="some of in-place,held,memory,disk with commas between, or none",
             description="Where KV may come from; without one of them a session is recomputed.",
         ),
-    ] = "in-place,held,disk"
+    ] = "in-place,held,memory,disk"
 
 
 class Supervise(_Part, frozen=True):
@@ -160,6 +180,7 @@ class Settings(_Part, frozen=True):
     engine: Engine = Engine()
     arena: Arena = Arena()
     store: Store = Store()
+    tier1: Tier1 = Tier1()
     proxy: Proxy = Proxy()
     restore: Restore = Restore()
     supervise: Supervise = Supervise()

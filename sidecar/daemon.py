@@ -38,6 +38,7 @@ from .leaving import has_claimed_places
 from .lifeline_watch import LifelineWatch
 from .metrics import Metrics
 from .mover.client import MoverClient
+from .mover.memory_map import NAME as MEMORY
 from .processes import send
 from .proxy_settings import proxy_settings
 from .servants import HolderKeeper, MoverKeeper
@@ -89,6 +90,7 @@ class _Daemon:
             ),
             suspect=self._suspect,
             stores=settings.store.dir is not None,
+            memory=self._mover_client if settings.tier1.bytes else None,
         )
 
     # ---- life
@@ -149,6 +151,8 @@ class _Daemon:
                 if epoch.arena_path is not None:
                     epoch.arena_path.unlink(missing_ok=True)
                     lifeline_of(epoch.arena_path).unlink(missing_ok=True)
+        if self._settings.tier1.bytes:
+            await asyncio.to_thread(self._holder.forget, MEMORY)
         if self._command is not None or not has_claimed_places(self._state):
             await self._holder.retire()
 
@@ -393,6 +397,13 @@ class _Daemon:
                 "--store", store.dir, "--store-bytes-max", str(store.bytes_max),
                 "--snapshot-every-s", f"{store.snapshot_every_s:g}",
                 "--tail-every-tokens", str(store.tail_every_tokens),
+            ]  # fmt: skip
+        memory = self._settings.tier1
+        if memory.bytes:
+            tail = 0 if memory.tail == "never" else int(memory.tail)
+            command += [
+                "--memory-bytes", str(memory.bytes), "--memory-bytes-per-s", str(memory.bandwidth),
+                "--memory-tail-tokens", str(tail),
             ]  # fmt: skip
         return command
 

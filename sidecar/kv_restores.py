@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from ..session.errors import Refused
 from ..session.ids import SessionId
@@ -42,7 +42,7 @@ class Mover(Protocol):
         to_generation: int,
         deadline_s: float,
     ) -> RestoreResult:
-        """Fill a waiting session's blocks."""
+        """Fill a waiting session's blocks, from an arena, or from the store where `source` is None."""
         ...
 
     async def verify(self, arena: Path, session: SessionId, generation: int) -> VerifyResult:
@@ -71,11 +71,42 @@ class TellsOfFaults(Protocol):
         ...
 
 
-class KvRestores:
-    """The mover as the coordinator uses it."""
+class KeepsInMemory(Protocol):
+    """A mover that copies KV into memory of the host."""
 
-    def __init__(self, mover: Mover, metrics: Metrics, *, stores: bool, load_timeout_s: float) -> None:
+    async def kept(self, session: SessionId) -> StoredResult:
+        """What a restore from there would begin with."""
+        ...
+
+    async def restore(
+        self,
+        session: SessionId,
+        *,
+        origin: SessionId,
+        source: tuple[Path, int] | None,
+        to_arena: Path,
+        to_generation: int,
+        deadline_s: float,
+        from_memory: bool,
+    ) -> RestoreResult:
+        """As `Mover.restore`; `from_memory` instead of from the store."""
+        ...
+
+
+class KvRestores:
+    """The mover as the coordinator uses it. `memory`: the same mover, if it keeps KV in memory."""
+
+    def __init__(
+        self,
+        mover: Mover,
+        metrics: Metrics,
+        *,
+        stores: bool,
+        load_timeout_s: float,
+        memory: KeepsInMemory | None = None,
+    ) -> None:
         self._mover = mover
+        self._memory = memory
         self._metrics = metrics
         self.stores = stores
         self._load_timeout_s = load_timeout_s
@@ -85,21 +116,24 @@ class KvRestores:
         source, target = record.source, record.owner
         assert target.epoch.arena_path is not None
         from_arena = None
-        if tier is not Tier.DISK:
+        if tier not in (Tier.MEMORY, Tier.DISK):
             assert source.epoch.arena_path is not None
             from_arena = (source.epoch.arena_path, source.generation)
         deadline = time.monotonic() + self._load_timeout_s
         left_s = self._load_timeout_s
         while True:
+            asked: dict[str, Any] = {
+                "origin": source.session,
+                "source": from_arena,
+                "to_arena": target.epoch.arena_path,
+                "to_generation": target.generation,
+                "deadline_s": left_s,
+            }
             try:
-                result = await self._mover.restore(
-                    record.facts.session,
-                    origin=source.session,
-                    source=from_arena,
-                    to_arena=target.epoch.arena_path,
-                    to_generation=target.generation,
-                    deadline_s=left_s,
-                )
+                if tier is Tier.MEMORY and self._memory is not None:
+                    result = await self._memory.restore(record.facts.session, **asked, from_memory=True)
+                else:
+                    result = await self._mover.restore(record.facts.session, **asked)
             except MoverError as error:
                 result = RestoreResult(False, reason=error.reason.value, error=str(error))
             left_s = deadline - time.monotonic() - ASK_AGAIN_S
@@ -117,6 +151,20 @@ class KvRestores:
                 result.error,
             )  # fmt: skip
         return result
+
+    async def kept(self, record: Record) -> StoredResult | None:
+        """What is kept in memory that a restore would use, or None."""
+        memory = self._memory
+        if memory is None:
+            return None
+        session = record.source.session
+        try:
+            # The fault that costs a pool costs the mover, too: one that is being started again is waited for.
+            found = await self._answered(lambda: memory.kept(session))
+        except MoverError as error:
+            _LOG.warning("event=kept session=%s error=%s", record.facts.session, error)
+            return None
+        return found if found.found else None
 
     async def stored(self, record: Record) -> StoredResult | None:
         """The snapshot on disk that a restore would use, or None."""
@@ -166,10 +214,10 @@ class KvRestores:
         return True
 
     async def _answered(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """What the mover says of KV on a GPU; one that is being started again is asked again. Raises MoverError.
+        """What the mover says; one that is being started again is asked again. Raises MoverError.
 
-        The fault that ended it may have touched that KV: its silence means nothing good. It is waited for as long as a
-        restore would be.
+        Of KV on a GPU its silence means nothing good: the fault that ended it may have touched that. It is waited for
+        as long as a restore would be.
         """
         deadline = time.monotonic() + self._load_timeout_s
         while True:
@@ -215,7 +263,7 @@ class KvRestores:
 
     async def finished(self, record: Record) -> None:
         """What is stored of a session that is over may go first."""
-        if self.stores:
+        if self.stores or self._memory is not None:
             with suppress(MoverError):
                 await self._mover.finish(record.facts.session, record.tracker.generation)
 

@@ -15,7 +15,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _GAPS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _RESTORES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _LAGS_TOKENS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-_MOVER_FIELDS_MAX = 64
+_MOVER_FIELDS_MAX = 96
 
 
 class Metrics:

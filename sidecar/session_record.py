@@ -15,7 +15,7 @@ from ..proxy.policy import Policy
 from ..session.ids import SessionId
 from ..session.records import LoadState, Slot, SlotState
 from ..session.tracker import Failed, Tracker
-from .choice import Plan, Tier
+from .choice import KV_TIERS, Plan, Tier
 from .mover.protocol import RestoreResult
 from .workers import Epoch
 
@@ -71,6 +71,8 @@ class Record:
     suspects: dict[tuple[str, int], float] = field(default_factory=dict)
     restore: "asyncio.Task[RestoreResult] | None" = None
     kv_lost: bool = False
+    # How often its KV was found unfit where it was first looked for, since it had any.
+    kv_retries: int = 0
     prompt_hash: str = NO_HASH
     gap_s: float | None = None
     concluding: "asyncio.Task[None] | None" = None
@@ -169,7 +171,7 @@ def outcome_of(record: Record, slot: Slot | None, gap_s: float) -> tuple[Outcome
     tier = chosen.tier
     if chosen.finish and chosen.outputs:
         outcome, loaded, again = Outcome.EXACT, 0, 0
-    elif tier in (Tier.HELD, Tier.IN_PLACE, Tier.DISK):
+    elif tier in KV_TIERS:
         if slot is not None and slot.load is LoadState.DONE:
             outcome = Outcome.EXACT
         else:

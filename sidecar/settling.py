@@ -104,6 +104,7 @@ class Settling:
         """From now on it is `place` that has the session's KV."""
         old, record.source = record.source, place
         record.kv_lost = False
+        record.kv_retries = 0
         self.old_owner_done(record)
         if old.epoch is not place.epoch:
             self._workers.unassign(record.facts.session, old.epoch)

@@ -26,6 +26,7 @@ from .choice import (
     Tier,
     exactly,
     has_any_kv,
+    is_good_enough,
     known_outputs,
     matching,
     others_first,
@@ -48,6 +49,8 @@ SUSPECT_S = 3.0
 LOOK_AGAIN_S = 0.5
 # The kernel tells of a death within this time of the connection that broke.
 DEATH_NEWS_S = 0.25
+# How often a session is placed anew because its KV was unfit where it was looked for: in a pool, then in memory.
+KV_RETRIES_MAX = 2
 
 
 class Takeovers:
@@ -134,8 +137,11 @@ class Takeovers:
                 candidates = others_first(candidates, account)
                 tiers &= record.wish.tiers
             chosen = plan(account, candidates, without_kv=without_kv, tiers=tiers)
-            if chosen is not None and chosen.tier not in (Tier.HELD, Tier.IN_PLACE) and not chosen.finish:
-                # Asked for only here: a disk that is slow or hangs must not keep a session from KV that is held.
+            if chosen is not None and not is_good_enough(chosen):
+                account = await self._with_kept(record, account)
+                chosen = plan(account, candidates, without_kv=without_kv, tiers=tiers)
+            if chosen is not None and not is_good_enough(chosen):
+                # Asked for only here: a disk that is slow or hangs must not keep a session from KV in memory.
                 account = await self._with_stored(record, account)
                 chosen = plan(account, candidates, without_kv=without_kv, tiers=tiers)
             if chosen is not None and record.wish is not None and not tiers:
@@ -199,6 +205,14 @@ class Takeovers:
             key=record.source.epoch.key,
             held_outputs=_committed_by_all(record.source, slot),
         )
+
+    async def _with_kept(self, record: Record, account: Account) -> Account:
+        kept = await self._kv.kept(record)
+        if kept is None:
+            return account
+        if not account.prompt_len:
+            record.prompt_hash = kept.prompt_hash
+        return replace(account, prompt_len=account.prompt_len or kept.prompt_len, kept_kv_len=kept.kv_len)
 
     async def _with_stored(self, record: Record, account: Account) -> Account:
         stored = await self._kv.stored(record)
@@ -265,6 +279,15 @@ class Takeovers:
         result, owner = restoring.result(), record.owner
         if result.ok or record.interrupted.done():
             return
+        if self._may_go_on_from_memory(record, result):
+            record.kv_retries += 1
+            record.kv_lost = True
+            _LOG.warning(
+                "event=kv_unfit session=%s worker=%s generation=%d reason=%s kept_tokens=%d",
+                record.facts.session, owner.epoch.worker, owner.generation, result.reason, result.kept_tokens,
+            )  # fmt: skip
+            record.interrupted.set_result(Reason.MOVE)
+            return
         never = result.reason == MoverReason.DESTINATION and record.gap_s is None and owner.slot() is None
         if never:
             # It may have no room yet. Whether it hangs is found out, and its death takes its sessions elsewhere.
@@ -273,6 +296,14 @@ class Takeovers:
             record.interrupted.set_result(Reason.MOVE)
         elif never and record.fetched is not None:
             record.interrupted.set_result(Reason.STALL)
+
+    def _may_go_on_from_memory(self, record: Record, result: RestoreResult) -> bool:
+        """Whether the new owner, which was told nothing yet, is to be left again for the sake of KV in memory."""
+        if not result.kept_tokens or Tier.MEMORY not in self._tiers or record.kv_retries >= KV_RETRIES_MAX:
+            return False
+        slot = record.owner.slot()
+        moving = record.fetched is not None
+        return not moving and slot is not None and len(record.owner.journal(slot)) <= slot.resumed
 
     def _take_whole_answer(self, record: Record) -> bool:
         """Whether the source's engine, which goes on after a planned move, has come to the end; it is known then."""

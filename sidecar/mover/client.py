@@ -26,6 +26,8 @@ from .protocol import (
 )
 
 CALL_S = 5.0
+# A mover that was just started may read for so long what is kept in memory.
+OPEN_S = 5.0
 CONNECT_S = 1.0
 CONNECT_AGAIN_S = 0.05
 SNAPSHOT_S = 300.0
@@ -70,15 +72,18 @@ class MoverClient:
         to_arena: Path,
         to_generation: int,
         deadline_s: float,
+        from_memory: bool = False,
     ) -> RestoreResult:
         """Bring a session's KV from an arena's generation, or from the store (`source=None`), to where it waits.
+
+        With `from_memory` it is from what is kept in memory instead of the store.
 
         `origin` is the session whose KV that is, where it is not its own but that of the one it is a branch of.
 
         A restore that fails is a result with `ok=False`, its reason and text, and its engine was told; MoverError means
         that the mover could not be asked, or refused to begin.
         """
-        place: dict[str, Any] = {"session": origin or session, "store": True}
+        place: dict[str, Any] = {"session": origin or session, "memory" if from_memory else "store": True}
         if source is not None:
             place = {"session": origin or session, "arena": str(source[0]), "generation": source[1]}
         answer = await self._ask(
@@ -109,6 +114,10 @@ class MoverClient:
     async def stored(self, session: SessionId) -> StoredResult:
         """What a restore from the store would begin with."""
         return result_from(StoredResult, await self._ask(Op.STORED, CALL_S, session=session))
+
+    async def kept(self, session: SessionId) -> StoredResult:
+        """What a restore from memory would begin with."""
+        return result_from(StoredResult, await self._ask(Op.KEPT, CALL_S + OPEN_S, session=session))
 
     async def finish(self, session: SessionId, generation: int) -> None:
         """A session is over: what is stored of it may go first."""

@@ -124,6 +124,33 @@ class Device:
             self._calls.do(copy(twin.device_address, twin.address, size_bytes, lane.stream), "copy onto the card")
             self._calls.wait(lane.stream, "copy onto the card")
 
+    def download_to(self, twin: Twin, pieces: Sequence[tuple[int, int, int]]) -> None:
+        """Bring pieces of a staging area into host memory: its address there, where it begins here, and its bytes.
+
+        Raises DeviceFault.
+        """
+        copy, what = self._calls.driver.cuMemcpyDtoHAsync, "copy from the card"
+        with vram.current(self.ordinal), self._lanes.lane(Urgency.BACKGROUND) as lane:
+            try:
+                for address, start, size_bytes in pieces:
+                    self._calls.do(copy(address, twin.device_address + start, size_bytes, lane.stream), what)
+            finally:
+                # Also when one was refused: the memory is others' then.
+                self._calls.wait(lane.stream, what)
+
+    def upload_from(
+        self, twin: Twin, pieces: Sequence[tuple[int, int, int]], started: Callable[[], object] = lambda: None
+    ) -> None:
+        """Bring pieces of host memory into a staging area, as `download_to` brings them back. Raises DeviceFault."""
+        copy, what = self._calls.driver.cuMemcpyHtoDAsync, "copy onto the card"
+        with vram.current(self.ordinal), self._lanes.lane(Urgency.RESTORE) as lane:
+            try:
+                for address, start, size_bytes in pieces:
+                    self._calls.do(copy(twin.device_address + start, address, size_bytes, lane.stream), what)
+                started()
+            finally:
+                self._calls.wait(lane.stream, what)
+
     def _launch(
         self, lane: Lane, source: Side, destination: Side, job: Job, started: Callable[[], object]
     ) -> "array[int]":

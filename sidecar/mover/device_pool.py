@@ -12,14 +12,15 @@ import threading
 import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
 from ...session import vram
 from ...session.errors import PoolError
 from ...session.layout import PoolLayout, PoolMeta
 from .device import Device, Devices, Job, Planes, Side, planes_of
-from .device_lanes import STAGING_BYTES, URGENT_LANES, Urgency
-from .pools import BlockDamaged, Copied, Copies, Pace, Pool, SumKind
+from .device_lanes import STAGING_BYTES, STAGINGS, URGENT_LANES, Urgency
+from .pools import BlockDamaged, Copied, Copies, HostBlocks, Pace, Pool, SumKind
 
 __all__ = ["DevicePool", "Devices", "open_device_pool"]
 
@@ -58,6 +59,8 @@ class DevicePool:
         self.gpus = frozenset({device.gpu})
         self._mappings = {device.ordinal: vram.map_device_pool(fd, meta.size_bytes, device.ordinal)}
         self._lock = threading.Lock()
+        # While one part crosses the link, the other one is gathered or scattered.
+        self._stagers = ThreadPoolExecutor(STAGINGS, thread_name_prefix="stager")
         try:
             # For GPUs that are to copy from it: only a descriptor can be mapped once more.
             self._fd = os.dup(fd)
@@ -133,6 +136,49 @@ class DevicePool:
                 side = Side(twin.device_address, self._staged)
                 job = Job(range(len(part)), part)
                 self._device.run(side, self._side(self._device), job, Urgency.RESTORE)
+
+    def save(self, blocks: Sequence[int], to: HostBlocks) -> list[int]:
+        """Gather blocks into staging areas, which sums them, and have each brought into host memory."""
+
+        def bring(blocks: Sequence[int], to: HostBlocks) -> "array[int]":
+            with self._device.staging() as twin:
+                side = Side(twin.device_address, self._staged)
+                job = Job(blocks, range(len(blocks)), [0] * len(blocks))
+                found = self._device.run(self._side(self._device), side, job, Urgency.BACKGROUND)
+                self._device.download_to(twin, to.runs())
+            return found
+
+        return self._in_parts(blocks, to, bring)
+
+    def load(self, source: HostBlocks, blocks: Sequence[int], started: Callable[[], object]) -> list[int]:
+        """Bring blocks from host memory into staging areas, and scatter them, which sums them."""
+
+        def bring(blocks: Sequence[int], source: HostBlocks) -> "array[int]":
+            with self._device.staging() as twin:
+                self._device.upload_from(twin, source.runs(), started)
+                side = Side(twin.device_address, self._staged)
+                job = Job(range(len(blocks)), blocks, [0] * len(blocks))
+                return self._device.run(side, self._side(self._device), job, Urgency.RESTORE)
+
+        return self._in_parts(blocks, source, bring)
+
+    def _in_parts(
+        self, blocks: Sequence[int], places: HostBlocks, bring: "Callable[[Sequence[int], HostBlocks], array[int]]"
+    ) -> list[int]:
+        """A staging area's worth at a time, as many at once as there are areas; returns when all of it is over."""
+        self._check(blocks)
+        if len(places.offsets) != len(blocks) or places.block_bytes != self.layout.block_bytes:
+            raise PoolError(
+                f"{len(blocks)} blocks of {self.layout.block_bytes} bytes have {len(places.offsets)} places of "
+                f"{places.block_bytes}; give one each"
+            )
+        step = STAGING_BYTES // self.layout.block_bytes
+        running = [
+            self._stagers.submit(bring, blocks[at : at + step], places.some(at, step))
+            for at in range(0, len(blocks), step)
+        ]
+        wait(running)
+        return [value for done in running for value in done.result()]
 
     def _check(self, blocks: Sequence[int]) -> None:
         """Raise PoolError for a block that does not exist: kernels would write anywhere."""

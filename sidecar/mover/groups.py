@@ -15,14 +15,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from ...session.errors import PoolError
-from .pools import Copied, Copies, Pool
+from .pools import Copied, Copies, CopySource, Pool
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one restore hands in: blocks of one pool to be copied into another."""
+    """What one restore hands in: blocks to be copied from one place into a pool."""
 
-    source: Pool
+    source: CopySource
     destination: Pool
     copies: Copies
 

@@ -12,7 +12,7 @@ import xxhash
 from ...session.errors import PoolError
 from ...session.held import map_pool
 from ...session.layout import HOST, PoolLayout, PoolMeta
-from .pools import BlockDamaged, Copied, Copies, Pace, Pool, SumKind
+from .pools import BlockDamaged, Copied, Copies, HostBlocks, Pace, Pool, SumKind
 
 PACE = Pace(look_s=0.0, behind_s=0.0, look_bytes=64 << 20, step_bytes=16 << 20, together=1, at_once=64)
 
@@ -83,6 +83,29 @@ class HostPool:
             for start, end in self.layout.spans(block):
                 self.view[start:end] = source[at : at + end - start]
                 at += end - start
+
+    def save(self, blocks: Sequence[int], to: HostBlocks) -> list[int]:
+        """Copy blocks into host memory, and sum what has arrived there."""
+        sums = []
+        for block, offset in zip(blocks, to.offsets, strict=True):
+            at = offset
+            for start, end in self.layout.spans(block):
+                to.view[at : at + end - start] = self.view[start:end]
+                at += end - start
+            sums.append(xxhash.xxh3_64_intdigest(to.view[offset:at]))
+        return sums
+
+    def load(self, source: HostBlocks, blocks: Sequence[int], started: Callable[[], object]) -> list[int]:
+        """Copy blocks from host memory, and sum what has arrived here."""
+        started()
+        sums = []
+        for block, offset in zip(blocks, source.offsets, strict=True):
+            spans, at = self.layout.spans(block), offset
+            for start, end in spans:
+                self.view[start:end] = source.view[at : at + end - start]
+                at += end - start
+            sums.append(self._sum(spans))
+        return sums
 
     def _sum(self, spans: list[tuple[int, int]]) -> int:
         digest = xxhash.xxh3_64()

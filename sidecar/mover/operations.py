@@ -8,6 +8,8 @@ from ...session.errors import StoreError
 from ...session.store import Store
 from . import coverage
 from .counters import Counters
+from .memory_saver import MemorySaver
+from .memory_tier import MemoryTier
 from .orders import Order
 from .protocol import (
     MoverError,
@@ -42,6 +44,8 @@ class Operations:
         restorer: Restorer,
         store: Store | None,
         snapshotter: Snapshotter | None,
+        tier: MemoryTier | None = None,
+        saver: MemorySaver | None = None,
     ) -> None:
         self._sources = sources
         self._sums = sums
@@ -50,6 +54,8 @@ class Operations:
         self._restorer = restorer
         self._store = store
         self._snapshotter = snapshotter
+        self._tier = tier
+        self._saver = saver
 
     def handlers(self) -> dict[Op, Handler]:
         """One handler for every operation."""
@@ -63,6 +69,7 @@ class Operations:
             Op.SOUND: self._sound,
             Op.SNAPSHOT: self._snapshot,
             Op.STORED: self._stored,
+            Op.KEPT: self._kept,
             Op.FINISH: self._finish,
             Op.STATUS: self._status,
         }
@@ -78,6 +85,8 @@ class Operations:
         path = path_field(message, "arena")
         if self._snapshotter is not None:
             self._snapshotter.unseen(path)
+        if self._saver is not None:
+            self._saver.unseen(path)
         return {"unwatched": self._watcher.unwatch(path)}
 
     async def _seal(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -90,18 +99,22 @@ class Operations:
             self._sums.drop(owner)
         if self._snapshotter is not None:
             self._snapshotter.release(path)
+        if self._saver is not None:
+            self._saver.unseen(path)
         return {"released": self._sources.release(path)}
 
     async def _restore(self, message: dict[str, Any]) -> dict[str, Any]:
         source, to = object_field(message, "from"), object_field(message, "to")
         session = session_field(message)
+        stored, kept = source.get("store") is True, source.get("memory") is True
         order = Order(
             session,
             session_field(source) if "session" in source else session,
-            None if source.get("store") is True else (path_field(source, "arena"), whole_field(source, "generation")),
+            None if stored or kept else (path_field(source, "arena"), whole_field(source, "generation")),
             path_field(to, "arena"),
             whole_field(to, "generation"),
             seconds_field(message, "deadline_s"),
+            from_memory=kept,
         )
         return result_fields(await self._restorer.restore(order))
 
@@ -160,14 +173,20 @@ class Operations:
             )
         )
 
+    async def _kept(self, message: dict[str, Any]) -> dict[str, Any]:
+        session = session_field(message)
+        return result_fields(StoredResult(False) if self._tier is None else await self._tier.kept(session))
+
     async def _finish(self, message: dict[str, Any]) -> dict[str, Any]:
         session, generation = session_field(message), whole_field(message, "generation")
         if self._snapshotter is not None:
             self._snapshotter.finish(session, generation)
+        if self._saver is not None:
+            self._saver.finish(session, generation)
         return {}
 
     async def _status(self, _message: dict[str, Any]) -> dict[str, Any]:
-        numbers = self._counters.as_fields() | {
+        numbers: dict[str, Any] = self._counters.as_fields() | {
             "sums": self._sums.count,
             "arenas": self._sources.arena_count,
             "arenas_watched": len(self._watcher.watched),
@@ -183,6 +202,8 @@ class Operations:
                 "store_corrupt": figures.corrupt,
                 "store_evicted": figures.evicted,
             }
+        if self._tier is not None and self._saver is not None:
+            numbers |= self._tier.status() | self._saver.behind()
         return numbers | self._lag()
 
     def _lag(self) -> dict[str, int]:

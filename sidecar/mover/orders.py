@@ -23,7 +23,7 @@ from .sums import Sums
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A restore: from an arena's generation, or from the store when `source` is None.
+    """A restore: from an arena's generation, or when `source` is None from the store, or from memory.
 
     `origin` is the session whose KV it is: the very one, or the one that it is a branch of.
     """
@@ -34,6 +34,7 @@ class Order:
     to_arena: Path
     to_generation: int
     deadline_s: float
+    from_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,39 @@ class Copied:
     damaged: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class HostBlocks:
+    """Places for blocks in this process's memory, one at each of `offsets` of `view`, which begins at `address`.
+
+    A block's planes lie there one after the other, `block_bytes` together.
+    """
+
+    view: memoryview
+    address: int
+    offsets: Sequence[int]
+    block_bytes: int
+
+    def part(self, start: int, size_bytes: int) -> "HostBlocks":
+        """Of each block the bytes from `start` on."""
+        return HostBlocks(self.view, self.address, [offset + start for offset in self.offsets], size_bytes)
+
+    def some(self, first: int, count: int) -> "HostBlocks":
+        """Some of the blocks."""
+        return HostBlocks(self.view, self.address, self.offsets[first : first + count], self.block_bytes)
+
+    def runs(self) -> list[tuple[int, int, int]]:
+        """As few pieces as can be: the address of each, its place among all bytes of these blocks, and its size."""
+        pieces: list[tuple[int, int, int]] = []
+        for index, offset in enumerate(self.offsets):
+            address, place = self.address + offset, index * self.block_bytes
+            if pieces and pieces[-1][0] + pieces[-1][2] == address:
+                before = pieces[-1]
+                pieces[-1] = (before[0], before[1], before[2] + self.block_bytes)
+            else:
+                pieces.append((address, place, self.block_bytes))
+        return pieces
+
+
 class BlockDamaged(MidstreamError):
     """A block that was to be read differs from its sum; `index` is its place among those that were asked for."""
 
@@ -141,4 +174,24 @@ class Pool(Protocol):
 
     def scatter(self, raws: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Put blocks' bytes where they belong; each must have the size of a block. Raises PoolError."""
+        ...
+
+    def save(self, blocks: Sequence[int], to: HostBlocks) -> list[int]:
+        """Copy blocks into host memory; returns the sums of what was copied, in order. Raises PoolError."""
+        ...
+
+    def load(self, source: HostBlocks, blocks: Sequence[int], started: Callable[[], object]) -> list[int]:
+        """Copy blocks from host memory to where they belong; returns the sums of what has arrived, in order.
+
+        Only the blocks of who waits for them are written: what its sum proves wrong is not to be used. Calls `started`
+        as soon as the work goes on by itself. Raises PoolError.
+        """
+        ...
+
+
+class CopySource(Protocol):
+    """Where blocks are copied from: a pool, or what is kept of one."""
+
+    def copy_all(self, destination: Pool, works: Sequence[Copies], started: Callable[[], object]) -> list[Copied]:
+        """As `Pool.copy_all`. Raises PoolError."""
         ...

@@ -1,7 +1,8 @@
 """The mover as a process: its options, and the wiring of its parts.
 
     python -m midstream.sidecar.mover --socket PATH --holder PATH [--store DIR [--store-bytes-max N]
-        [--snapshot-every-s S] [--tail-every-tokens N]] [--parent-pid PID]
+        [--snapshot-every-s S] [--tail-every-tokens N]]
+        [--memory-bytes N [--memory-bytes-per-s N] [--memory-tail-tokens N]] [--parent-pid PID]
 
 SIGTERM ends it in good order: restores under way are answered as failed, so that no engine waits for them. With
 `--parent-pid` it ends when that process does. A GPU that has failed ends it, too, with exit status FAULT_STATUS: what
@@ -29,6 +30,8 @@ from ...session.held import HolderClient
 from ..private_socket import private_socket
 from .counters import Counters
 from .device import Devices
+from .memory_saver import MemorySaver, SavePolicy
+from .memory_tier import MemoryTier
 from .operations import Operations
 from .restorer import RUNNING_MAX, Restorer
 from .server import CONNECTIONS_MAX, Server
@@ -74,11 +77,20 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--store-bytes-max", type=int, default=STORE_BYTES_MAX)
     parser.add_argument("--snapshot-every-s", type=float, default=0.0, help="0: only when asked")
     parser.add_argument("--tail-every-tokens", type=int, default=16, help="new positions that make a snapshot due")
+    parser.add_argument(
+        "--memory-bytes", type=int, default=0, help="host memory that full blocks are copied to; 0: none"
+    )
+    parser.add_argument("--memory-bytes-per-s", type=int, default=10_000_000_000, help="the most that this may take")
+    parser.add_argument(
+        "--memory-tail-tokens", type=int, default=0, help="new positions that make a tail due; 0: never"
+    )
     parser.add_argument("--poll-s", type=float, default=POLL_S)
     parser.add_argument("--parent-pid", type=int, help="end when this process ends")
     options = parser.parse_args(arguments)
     if options.snapshot_every_s < 0 or options.tail_every_tokens < 1 or options.store_bytes_max < 1:
         parser.error("--snapshot-every-s must be 0 or more, --tail-every-tokens and --store-bytes-max at least 1")
+    if options.memory_bytes < 0 or options.memory_bytes_per_s < 1 or options.memory_tail_tokens < 0:
+        parser.error("--memory-bytes-per-s must be at least 1, --memory-bytes and --memory-tail-tokens 0 or more")
     if not 0.001 <= options.poll_s <= 1:
         parser.error("--poll-s must be 0.001 to 1")
     return options
@@ -105,24 +117,34 @@ async def _serve(options: argparse.Namespace, listener: socket.socket, store: Di
     counters = Counters()
     fault = _Fault(asyncio.get_running_loop())
     suspects = Suspects(suspects_beside(options.socket))
-    sources = Sources(HolderClient(options.holder), Devices(fault.tell), suspects)
+    holder = HolderClient(options.holder)
+    sources = Sources(holder, Devices(fault.tell), suspects)
     sums = Sums()
     snapshotter = None
     if store is not None:
         policy = Policy(options.snapshot_every_s, options.tail_every_tokens)
         snapshotter = Snapshotter(sources, sums, counters, store, policy)
-    watcher = Watcher(sources, sums, counters, snapshotter, poll_s=options.poll_s)
-    restorer = Restorer(sources, sums, counters, store)
-    operations = Operations(sources, sums, counters, watcher, restorer, store, snapshotter)
+    tier = saver = None
+    if options.memory_bytes:
+        tier = MemoryTier(holder, options.memory_bytes)
+        saver = MemorySaver(
+            sources, sums, counters, tier, SavePolicy(options.memory_bytes_per_s, options.memory_tail_tokens)
+        )
+    followers = [follower for follower in (snapshotter, saver) if follower is not None]
+    watcher = Watcher(sources, sums, counters, *followers, poll_s=options.poll_s)
+    restorer = Restorer(sources, sums, counters, store, tier)
+    operations = Operations(sources, sums, counters, watcher, restorer, store, snapshotter, tier, saver)
     server = Server(operations.handlers(), counters)
     jobs: list[Coroutine[Any, Any, object]] = [
         server.serve(listener),
         watcher.run(),
-        _told_to_end(options.parent_pid),
+        _told_to_end(options.parent_pid, tier),
         _noted(fault, sources, suspects),
     ]
     if snapshotter is not None:
         jobs.append(snapshotter.run())
+    if tier is not None and saver is not None:
+        jobs += [tier.run(), saver.run()]
     tasks = [asyncio.create_task(job) for job in jobs]
     try:
         # Each runs until it is told to end; the first that does, or that fails, ends all.
@@ -130,6 +152,9 @@ async def _serve(options: argparse.Namespace, listener: socket.socket, store: Di
         for task in done:
             task.result()
     finally:
+        restorer.close()
+        if tier is not None:
+            tier.close()
         for task in tasks:
             task.cancel()
         if fault.happened.is_set():
@@ -179,8 +204,14 @@ async def _noted(fault: _Fault, sources: Sources, suspects: Suspects) -> None:
             return
 
 
-async def _told_to_end(parent_pid: int | None) -> None:
-    """Return on SIGTERM, SIGINT, or the end of the parent."""
+async def _told_to_end(parent_pid: int | None, tier: MemoryTier | None) -> None:
+    """Return on SIGTERM, SIGINT, or the end of the parent: then nobody goes on with anything that is kept in memory."""
+    await _ending(parent_pid)
+    if tier is not None:
+        await asyncio.to_thread(tier.forget)
+
+
+async def _ending(parent_pid: int | None) -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

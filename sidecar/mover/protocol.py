@@ -36,6 +36,7 @@ class Op(StrEnum):
     SOUND = "sound"
     SNAPSHOT = "snapshot"
     STORED = "stored"
+    KEPT = "kept"
     FINISH = "finish"
     STATUS = "status"
 
@@ -78,7 +79,11 @@ class MoverError(MidstreamError):
 
 @dataclass(frozen=True, slots=True)
 class RestoreResult:
-    """How a restore went. `tokens` positions have KV now (0 unless `ok`); `seconds` counts from the waiting slot on."""
+    """How a restore went. `tokens` positions have KV now (0 unless `ok`); `seconds` counts from the waiting slot on.
+
+    Where its source was unfit, `kept_tokens` is how many positions are kept in memory. If there are any, the engine is
+    told a little later than this is answered, so that whoever asked can place the session anew.
+    """
 
     ok: bool
     tokens: int = 0
@@ -88,6 +93,7 @@ class RestoreResult:
     seconds: float = 0.0
     reason: str = ""
     error: str = ""
+    kept_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import xxhash
 
 from ...session.errors import PoolError
 from ...session.layout import Plane, PoolLayout
-from .pools import BlockDamaged, Copied, Copies, Pool
+from .pools import BlockDamaged, Copied, Copies, HostBlocks, Pool
 
 T = TypeVar("T")
 
@@ -56,8 +56,7 @@ class RankPools:
 
     def sum_blocks(self, blocks: Sequence[int], *, urgent: bool = False) -> list[int]:
         """One sum over those of a block's parts, for each block in order."""
-        parts = self._each(lambda rank, pool: pool.sum_blocks(blocks, urgent=urgent))
-        return [xxhash.xxh3_64_intdigest(b"".join(map(_SUM.pack, sums))) for sums in zip(*parts, strict=True)]
+        return _over_ranks(self._each(lambda rank, pool: pool.sum_blocks(blocks, urgent=urgent)))
 
     def copy_to(self, destination: Pool, work: Copies) -> Copied:
         """Copy blocks of all ranks, or nothing of a session with a damaged one."""
@@ -108,6 +107,20 @@ class RankPools:
 
         self._each(put)
 
+    def save(self, blocks: Sequence[int], to: HostBlocks) -> list[int]:
+        """Copy blocks into host memory, of each the parts of all ranks in order; one sum for each."""
+        places = self._places(to)
+        return _over_ranks(self._each(lambda rank, pool: pool.save(blocks, places[rank])))
+
+    def load(self, source: HostBlocks, blocks: Sequence[int], started: Callable[[], object]) -> list[int]:
+        """Copy blocks from host memory into all ranks; one sum for each."""
+        places = self._places(source)
+        return _over_ranks(self._each(lambda rank, pool: pool.load(places[rank], blocks, started)))
+
+    def _places(self, whole: HostBlocks) -> list[HostBlocks]:
+        """Each rank's part of blocks in host memory."""
+        return [whole.part(plane.offset, plane.size_bytes) for plane in _one_block(self._pools)]
+
     def _damaged(self, works: Sequence[Copies]) -> list[int | None]:
         """For each of the works the place of its first block that differs from its sum, or None."""
         checked = [block for work in works for block in work.sources[: len(work.expected)]]
@@ -124,6 +137,11 @@ class RankPools:
         running: list[Future[T]] = [self._threads.submit(call, rank, pool) for rank, pool in enumerate(self._pools)]
         wait(running)
         return [done.result() for done in running]
+
+
+def _over_ranks(parts: Sequence[Sequence[int]]) -> list[int]:
+    """One sum over those of a block's parts, for each block in order."""
+    return [xxhash.xxh3_64_intdigest(b"".join(map(_SUM.pack, sums))) for sums in zip(*parts, strict=True)]
 
 
 def _copied(work: Copies, damaged: int | None, sizes: Iterator[int]) -> Copied:

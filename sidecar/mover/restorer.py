@@ -4,7 +4,8 @@ Owns the order of a restore: wait for the destination, check that source and des
 compare and copy block by block, check that neither moved meanwhile and that no fault of a GPU came between, answer.
 Invariant: once the destination was seen waiting it gets exactly one answer, whatever happens; and DONE only if every
 position was copied from a source that was valid before and after. After the answer nothing of it is written any more:
-the engine may compute into those blocks.
+the engine may compute into those blocks. Where the source turned out to be unfit and memory has the session, too, the
+engine's answer comes ANSWER_LATER_S after that to the sidecar, which may take the session elsewhere meanwhile.
 """
 
 import asyncio
@@ -26,8 +27,9 @@ from .arrivals import Arrivals
 from .counters import Counters
 from .groups import Groups, Work
 from .matching import SessionKv, check_match
+from .memory_tier import MemoryTier, Offer, key_digest
 from .orders import Destination, Order, Origin, Steps, destination_of, steps_of
-from .pools import Copied, Pool
+from .pools import Copied, Copies, Pool
 from .protocol import MoverError, Reason, RestoreResult
 from .sources import Sources
 from .sums import Sums
@@ -42,6 +44,13 @@ LOG_AFTER_S = 0.02
 STORE_STEP_BYTES = 64 << 20
 READERS_MAX = 16
 READ_BYTES = 1 << 20
+# What is copied from memory in one call, so that the more urgent need not wait for long, and how many calls at once:
+# one is on the link while the other one is begun or ended.
+MEMORY_STEP_BYTES = 512 << 20
+MEMORY_AT_ONCE = 2
+ANSWER_LATER_S = 0.25
+# What says that the KV is no good where it was looked for, and nothing of where it was to go.
+_UNFIT = frozenset({Reason.CHECKSUM, Reason.POOL, Reason.FAULT, Reason.FINISHED, Reason.SESSION, Reason.CORRUPT})
 
 _log = logging.getLogger(__name__)
 
@@ -49,11 +58,15 @@ _log = logging.getLogger(__name__)
 class Restorer:
     """Runs restores, many at a time; see Order."""
 
-    def __init__(self, sources: Sources, sums: Sums, counters: Counters, store: Store | None) -> None:
+    def __init__(
+        self, sources: Sources, sums: Sums, counters: Counters, store: Store | None, tier: MemoryTier | None = None
+    ) -> None:
         self._sources = sources
         self._sums = sums
         self._counters = counters
         self._store = store
+        self._tier = tier
+        self._late: dict[tuple[Path, SessionId, int], Callable[[], None]] = {}
         self._running: set[tuple[Path, SessionId, int]] = set()
         # One for each place that KV is brought to: the host's memory, or a GPU.
         self._groups: dict[str, Groups] = {}
@@ -69,10 +82,17 @@ class Restorer:
         if len(self._running) >= RUNNING_MAX:
             raise MoverError(Reason.BUSY, f"{RUNNING_MAX} restores run already; try again when one has ended")
         self._running.add(name)
+        # It is this one that answers now.
+        self._late.pop(name, None)
         try:
             return await self._run(order)
         finally:
             self._running.discard(name)
+
+    def close(self) -> None:
+        """Nobody is placed anew any more: engines that wait are told at once."""
+        for answer in list(self._late.values()):
+            answer()
 
     async def _run(self, order: Order) -> RestoreResult:
         began = time.monotonic()
@@ -89,15 +109,16 @@ class Restorer:
             pool = await self._sources.pool_of(reader)
             if order.source is None:
                 destination = destination_of(order, reader, slot, pool, deadline)
-                done = await self._from_store(order, destination)
+                copying = self._from_memory if order.from_memory else self._from_store
+                done = await copying(order, destination)
             else:
                 destination, done = await self._from_arena(order, order.source, reader, slot, pool, deadline)
             destination.check()
         except (MoverError, PoolError, ArenaError, StoreError, OSError) as error:
-            return self._failed(reader, slot, error, done, began)
+            return self._failed(order, reader, slot, error, done, began)
         except BaseException as error:
             # Cancelled, or a fault of ours: the engine must not wait for an answer that would never come.
-            self._failed(reader, slot, error, done, began)
+            self._failed(order, reader, slot, error, done, began)
             raise
         reader.answer(slot, LoadState.DONE, destination.tokens)
         self._count(done)
@@ -108,7 +129,7 @@ class Restorer:
         return RestoreResult(True, destination.tokens, done.bytes, done.verified, done.unverified, seconds)
 
     def _failed(
-        self, reader: ArenaReader, slot: Slot | None, error: BaseException, done: Copied, began: float
+        self, order: Order, reader: ArenaReader, slot: Slot | None, error: BaseException, done: Copied, began: float
     ) -> RestoreResult:
         match error:
             case MoverError():
@@ -123,7 +144,10 @@ class Restorer:
                 reason = Reason.ARENA
             case _:
                 reason = Reason.INTERNAL
-        if slot is not None:
+        kept_tokens = self._kept_tokens(order, reason)
+        if slot is not None and kept_tokens:
+            self._answer_later(order, reader, slot)
+        elif slot is not None:
             reader.answer(slot, LoadState.FAILED, 0)
         self._counters.restores_failed += 1
         self._counters.fail(reason)
@@ -137,7 +161,28 @@ class Restorer:
             time.monotonic() - began,
             reason.value,
             str(error) or type(error).__name__,
+            kept_tokens,
         )
+
+    def _kept_tokens(self, order: Order, reason: Reason) -> int:
+        """How many positions a session could go on from in memory, where that is the next place to look."""
+        if self._tier is None or reason not in _UNFIT or (order.source is None and not order.from_memory):
+            return 0
+        return self._tier.kept_tokens(order.origin)
+
+    def _answer_later(self, order: Order, reader: ArenaReader, slot: Slot) -> None:
+        name = (order.to_arena, order.session, order.to_generation)
+
+        def answer() -> None:
+            if self._late.pop(name, None) is None:
+                return
+            now = reader.refresh(slot)
+            # The place may be another session's by now.
+            if now is not None and now.load is LoadState.WAITING:
+                reader.answer(slot, LoadState.FAILED, 0)
+
+        self._late[name] = answer
+        asyncio.get_running_loop().call_later(ANSWER_LATER_S, answer)
 
     def _count(self, done: Copied) -> None:
         self._counters.bytes_copied += done.bytes
@@ -173,6 +218,48 @@ class Restorer:
         coverage.check_unchanged(origin.reader, steps.covered)
         self._sources.check_untouched(source[0])
         return steps.to, done
+
+    async def _from_memory(self, order: Order, to: Destination) -> Copied:
+        """Copy what is kept in memory, a step at a time, and compare each block with its sum as it arrives."""
+        if self._tier is None:
+            raise MoverError(Reason.STORE, "this mover keeps nothing in memory; start it with --memory-bytes")
+        with self._tier.reading(order.origin) as offer:
+            if offer is None:
+                raise MoverError(Reason.STORE, f"session {order.origin}: nothing of it is kept in memory")
+            wanted = to.wanted()
+            # Of a key the digest is kept. The newest output has no KV yet, so nothing is kept of it either.
+            count = min(len(to.outputs) - 1, len(offer.kv.outputs))
+            known = replace(wanted, outputs=to.outputs[:count], key={"key": key_digest(wanted.key)})
+            check_match(replace(offer.kv, session=order.session), known)
+            blocks = offer.blocks[: len(to.blocks)]
+            if any(kept.kind is not to.pool.sum_kind for kept in blocks):
+                raise MoverError(Reason.LAYOUT, f"session {order.session}: its sums are of another kind of memory")
+            place = f"{to.pool.memory} from memory"
+            groups = self._groups.setdefault(place, Groups(1, MEMORY_AT_ONCE))
+            done = await self._by_steps(groups, offer, to, [kept.sum for kept in blocks], self._tier)
+            self._tier.figures.restores += 1
+            return done
+
+    async def _by_steps(
+        self, groups: Groups, offer: Offer, to: Destination, sums: list[int], tier: MemoryTier
+    ) -> Copied:
+        done = Copied(0, 0, 0)
+        places = tier.places(offer.blocks[: len(sums)])
+        step = max(1, MEMORY_STEP_BYTES // to.pool.layout.block_bytes)
+        for at in range(0, len(sums), step):
+            part = slice(at, at + step)
+            async with groups.place(to.deadline) as place:
+                to.check()
+                copies = Copies(at, places[part], to.blocks[part], sums[part])
+                copied = await place.copy(Work(offer.source, to.pool, copies))
+            if copied.damaged is not None:
+                tier.corrupt(offer, copied.damaged)
+                raise MoverError(
+                    Reason.CORRUPT,
+                    f"session {to.slot.session}: block {copied.damaged} in memory differs from what was put there",
+                )
+            done = Copied(done.bytes + copied.bytes, done.verified + copied.verified, 0)
+        return done
 
     async def _from_store(self, order: Order, to: Destination) -> Copied:
         if self._store is None:

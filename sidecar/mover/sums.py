@@ -50,6 +50,11 @@ class Sums:
             return ()
         return summed.sums
 
+    def length(self, owner: Owner) -> int:
+        """How many sums of a session there are, under whichever table."""
+        summed = self._by_owner.get(owner)
+        return 0 if summed is None else len(summed.sums)
+
     def add(self, owner: Owner, table_generation: int, kind: SumKind, first: int, values: Sequence[int]) -> int:
         """Add the sums of the blocks from ordinal `first` on, and say how many of them are new.
 

@@ -62,14 +62,13 @@ class Watcher:
         sources: Sources,
         sums: Sums,
         counters: Counters,
-        follower: Follower | None = None,
-        *,
+        *followers: Follower,
         poll_s: float = POLL_S,
     ) -> None:
         self._sources = sources
         self._sums = sums
         self._counters = counters
-        self._follower = follower
+        self._followers = followers
         self._poll_s = poll_s
         self._workers: dict[Path, str] = {}
         self._live: dict[Path, dict[Owner, Slot]] = {}
@@ -135,10 +134,10 @@ class Watcher:
             if owner not in live:
                 self._sums.drop(owner)
                 self._not_before.pop(owner, None)
-                if self._follower is not None:
-                    self._follower.ended(path, slots.get(owner, slot))
-        if self._follower is not None:
-            self._follower.seen(path, list(live.values()))
+                for follower in self._followers:
+                    follower.ended(path, slots.get(owner, slot))
+        for follower in self._followers:
+            follower.seen(path, list(live.values()))
         if not self._sources.is_untouched(path):
             # Nothing will be taken from there, and reading it may be what a GPU fails of.
             return

@@ -1,0 +1,338 @@
+"""Copies full blocks into tier 1, once, as soon as their sums are known; tails as the policy asks.
+
+Owns what is due and the share of the link. Invariants: a full block is kept only if it is equal to the sum that it had
+when it filled, and nothing after one that is not; what was copied is kept only if the session's table was the same
+afterwards, and no fault of a GPU came between. Falls behind rather than take more than its share, and counts by how
+much. Never the reason for anything else to stop.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...session.arena import ArenaReader, Slot, SlotState
+from ...session.errors import PoolError
+from ...session.ids import SessionId
+from . import coverage
+from .counters import Counters
+from .coverage import Covered
+from .matching import SessionKv
+from .memory_area import Slab
+from .memory_index import Chain, Kept
+from .memory_records import linked
+from .memory_tier import MemoryTier, story_of
+from .pools import Pool
+from .protocol import MoverError
+from .snapshots import ENDINGS, OVER, SESSIONS_MAX
+from .sources import Sources, key_of
+from .sums import Owner, Sums
+
+ROUND_S = 0.02
+# Where there is no room for a session, it is not looked at again for so long.
+NO_ROOM_S = 0.25
+# What one call copies: enough that a link is busy, and little enough that a copy never lasts long.
+BATCH_BYTES = 256 << 20
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SavePolicy:
+    """`bytes_per_s`: the share of the link. `tail_tokens`: after so many new positions a tail is kept; 0: never."""
+
+    bytes_per_s: int
+    tail_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Done:
+    """How far a session was looked at, under one table; `damaged`: nothing of it is kept any more."""
+
+    table_generation: int
+    blocks: int = 0
+    kv_len: int = 0
+    damaged: bool = False
+    behind: int = 0
+    behind_since_s: float = 0.0
+    not_before_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """Blocks of a session that are to be copied; of those from ordinal `first` on that are full there are `sums`."""
+
+    done: _Done
+    chain: Chain
+    covered: Covered
+    first: int
+    blocks: tuple[int, ...]
+    sums: tuple[int, ...]
+
+    def positions(self, index: int, block_tokens: int) -> range:
+        """The positions of one of them that mean something."""
+        start = (self.first + index) * block_tokens
+        end = start + block_tokens
+        return range(start, end if index < len(self.sums) else min(end, self.covered.kv_len))
+
+
+class MemorySaver:
+    """Follows the watcher's sessions, one arena after the other."""
+
+    def __init__(self, sources: Sources, sums: Sums, counters: Counters, tier: MemoryTier, policy: SavePolicy) -> None:
+        self._sources = sources
+        self._sums = sums
+        self._counters = counters
+        self._tier = tier
+        self._policy = policy
+        self._live: dict[Path, list[Slot]] = {}
+        self._done: dict[Owner, _Done] = {}
+        # Who has each session now, oldest first; an older owner's blocks may be somebody else's by now.
+        self._owners: OrderedDict[SessionId, int] = OrderedDict()
+
+    # ---- told by the watcher and the sidecar
+
+    def seen(self, path: Path, slots: list[Slot]) -> None:
+        """These sessions are live in an arena now."""
+        self._live[path] = slots
+        for slot in slots:
+            self._own(slot.session, slot.generation)
+
+    def ended(self, path: Path, slot: Slot) -> None:
+        """A session is no longer live in an arena."""
+        self._done.pop((path, slot.session, slot.generation), None)
+        if slot.state is SlotState.FINISHED and slot.finish in ENDINGS:
+            self.finish(slot.session, slot.generation)
+        else:
+            self._left(slot.session, slot.generation)
+
+    def unseen(self, path: Path) -> None:
+        """An arena is not followed any more."""
+        for slot in self._live.pop(path, ()):
+            self._done.pop((path, slot.session, slot.generation), None)
+            self._left(slot.session, slot.generation)
+
+    def finish(self, session: SessionId, generation: int) -> None:
+        """A session is over, unless it is of a newer generation."""
+        if self._owners.get(session, 0) <= generation:
+            self._own(session, OVER)
+        self._tier.finish(session, generation)
+
+    def behind(self) -> dict[str, int | float]:
+        """What is to be copied and was not yet."""
+        blocks = size_bytes = 0
+        since_s = now = time.monotonic()
+        for (path, *_), done in self._done.items():
+            pool = self._sources.mapped(path)
+            if done.behind and pool is not None:
+                blocks += done.behind
+                size_bytes += done.behind * pool.layout.block_bytes
+                since_s = min(since_s, done.behind_since_s)
+        return {
+            "tier1_behind_blocks": blocks,
+            "tier1_behind_bytes": size_bytes,
+            "tier1_behind_s": round(now - since_s, 3),
+        }
+
+    # ---- the work
+
+    async def run(self) -> None:
+        """Copy what is due until cancelled."""
+        while True:
+            for path in list(self._live):
+                try:
+                    await self.turn(path)
+                except MoverError:
+                    # What is wrong with an arena or its pool the watcher says; what was copied is counted as dropped.
+                    continue
+                except Exception:
+                    self._counters.watch_errors += 1
+                    _log.exception("event=tier1_failed arena=%s", path)
+            await asyncio.sleep(ROUND_S)
+
+    async def turn(self, path: Path) -> int:
+        """Copy what is due in an arena, in one call; returns how many blocks are kept of it. Raises MoverError."""
+        slots, pool = self._live.get(path, []), self._sources.mapped(path)
+        if not slots or pool is None or not self._sources.is_untouched(path) or not self._tier.ready_for(pool):
+            return 0
+        reader = self._sources.reader(path)
+        left = max(1, min(BATCH_BYTES, self._policy.bytes_per_s) // pool.layout.block_bytes)
+        due: list[tuple[_Due, list[Slab]]] = []
+        for slot in self._by_need(path, slots):
+            try:
+                found = self._look(path, reader, pool, slot, left)
+            except MoverError:
+                # It ended, or was given other blocks, while it was looked at; the next turn sees what it is now.
+                continue
+            slabs = self._tier.room(found.chain, len(found.blocks)) if found is not None else []
+            if found is not None and slabs:
+                due.append((found, slabs))
+                left -= len(slabs)
+            elif found is not None:
+                found.done.not_before_s = time.monotonic() + NO_ROOM_S
+            if left <= 0:
+                break
+        if not due:
+            return 0
+        began = time.monotonic()
+        copied, kept = await self._save(path, reader, pool, due)
+        pause_s = copied * pool.layout.block_bytes / self._policy.bytes_per_s - (time.monotonic() - began)
+        if pause_s > 0:
+            await asyncio.sleep(pause_s)
+        return kept
+
+    def _by_need(self, path: Path, slots: Sequence[Slot]) -> list[Slot]:
+        """Those that have waited longest first, so that nobody is left behind for good."""
+
+        def since(slot: Slot) -> float:
+            done = self._done.get((path, slot.session, slot.generation))
+            return done.behind_since_s if done is not None and done.behind else float("inf")
+
+        return sorted(slots, key=since)
+
+    def _look(self, path: Path, reader: ArenaReader, pool: Pool, slot: Slot, count_max: int) -> _Due | None:
+        """What is due of a session, `count_max` blocks at most. Raises MoverError."""
+        if self._owners.get(slot.session, 0) > slot.generation:
+            return None
+        owner = (path, slot.session, slot.generation)
+        done = self._done.get(owner)
+        if done is not None and (self._has_all(owner, done) or time.monotonic() < done.not_before_s):
+            return None
+        covered = coverage.read(reader, slot)
+        if done is None or done.table_generation != covered.table.generation:
+            done = self._done[owner] = _Done(covered.table.generation)
+        if done.damaged:
+            return None
+        block_tokens = pool.layout.block_tokens
+        sums = self._sums.get(owner, covered.table.generation, pool.sum_kind)[: covered.kv_len // block_tokens]
+        chain = self._tier.index.begin(story_of(_kv(reader, pool, slot)), slot.generation)
+        chain.live, chain.wanted = True, len(sums)
+        self._confirm(done, chain, covered, sums, pool)
+        if done.blocks < len(sums) and not done.behind:
+            done.behind_since_s = time.monotonic()
+        done.behind = len(sums) - done.blocks
+        first, count = done.blocks, min(len(sums), done.blocks + count_max)
+        blocks, known = covered.table.blocks[first:count], tuple(sums[first:count])
+        if self._wants_tail(done, covered, len(sums), block_tokens) and len(known) == done.behind < count_max:
+            blocks += covered.table.blocks[count : count + 1]
+        return _Due(done, chain, covered, first, blocks, known) if blocks else None
+
+    def _has_all(self, owner: Owner, done: _Done) -> bool:
+        """Whether nothing has filled, nothing was let go, and no tail is wanted: most looks end with that."""
+        chain = self._tier.index.get(owner[1])
+        kept = 0 if chain is None else len(chain.full)
+        return not self._policy.tail_tokens and self._sums.length(owner) == done.blocks <= kept
+
+    def _confirm(self, done: _Done, chain: Chain, covered: Covered, sums: Sequence[int], pool: Pool) -> None:
+        """Go past blocks that are kept already, as they were under an owner before; drop what is kept of another KV."""
+        while done.blocks < min(len(sums), len(chain.full)):
+            kept = chain.full[done.blocks]
+            tokens = _tokens(covered, done.blocks * pool.layout.block_tokens, pool.layout.block_tokens)
+            same = (kept.kind, kept.sum) == (pool.sum_kind, sums[done.blocks])
+            if not same or kept.chain != linked(chain.before(done.blocks), tokens):
+                self._tier.index.cut(chain, done.blocks)
+                return
+            done.blocks += 1
+        # Blocks may have been let go meanwhile.
+        done.blocks = min(done.blocks, len(chain.full))
+
+    def _wants_tail(self, done: _Done, covered: Covered, summed: int, block_tokens: int) -> bool:
+        every = self._policy.tail_tokens
+        has_tail = covered.kv_len % block_tokens and covered.kv_len // block_tokens == summed
+        return bool(every and has_tail and covered.kv_len - done.kv_len >= every)
+
+    async def _save(
+        self, path: Path, reader: ArenaReader, pool: Pool, due: Sequence[tuple[_Due, list[Slab]]]
+    ) -> tuple[int, int]:
+        """Copy blocks of several sessions in one call; how many were copied, and kept."""
+        blocks = [block for one, given in due for block in one.blocks[: len(given)]]
+        slabs = [slab for _, given in due for slab in given]
+        copying = asyncio.ensure_future(
+            asyncio.to_thread(pool.save, blocks, self._tier.host_blocks(slabs, pool.layout.block_bytes))
+        )
+        try:
+            found = await asyncio.shield(copying)
+            self._sources.check_untouched(path)
+        except (PoolError, MoverError) as error:
+            self._tier.give_back(slabs)
+            self._tier.figures.blocks_dropped += len(blocks)
+            if isinstance(error, MoverError):
+                raise
+            _log.warning("event=tier1_not_copied arena=%s error=%s", path, error)
+            return len(blocks), 0
+        except asyncio.CancelledError:
+            # The memory is a worker thread's until then.
+            await asyncio.wait({copying})
+            self._tier.give_back(slabs)
+            raise
+        kept = at = 0
+        for one, given in due:
+            kept += self._keep(reader, pool, one, given, found[at : at + len(given)])
+            at += len(given)
+        return len(blocks), kept
+
+    def _keep(self, reader: ArenaReader, pool: Pool, due: _Due, slabs: Sequence[Slab], found: Sequence[int]) -> int:
+        """Enter what was copied for a session, as far as it is what it should be; the rest is given back."""
+        kept = 0
+        try:
+            coverage.check_unchanged(reader, due.covered)
+            good = not due.chain.dropped and len(due.chain.full) == due.first
+        except MoverError:
+            good = False
+        if good:
+            kept = self._enter(pool, due, slabs, found)
+        else:
+            # It is looked at anew, from where its chain is then.
+            due.done.blocks = 0
+        self._tier.figures.blocks_dropped += len(slabs) - kept
+        self._tier.give_back(slabs[kept:])
+        return kept
+
+    def _enter(self, pool: Pool, due: _Due, slabs: Sequence[Slab], found: Sequence[int]) -> int:
+        block_tokens, done = pool.layout.block_tokens, due.done
+        for index, (slab, value) in enumerate(zip(slabs, found, strict=True)):
+            if index < len(due.sums) and value != due.sums[index]:
+                done.damaged, done.behind = True, 0
+                self._tier.figures.blocks_damaged += 1
+                _log.error(
+                    "event=tier1_damaged session=%s block=%d: it differs from what it was when it filled",
+                    due.chain.story.session, due.first + index,
+                )  # fmt: skip
+                return index
+            positions = due.positions(index, block_tokens)
+            tokens = _tokens(due.covered, positions.start, len(positions))
+            ordinal = due.first + index
+            digest = linked(due.chain.before(ordinal), tokens)
+            self._tier.keep(due.chain, ordinal, Kept(slab, len(positions), pool.sum_kind, value, digest, tokens))
+            if index < len(due.sums):
+                done.blocks, done.behind = done.blocks + 1, done.behind - 1
+            done.kv_len = due.chain.kv_len
+        if done.behind:
+            done.behind_since_s = time.monotonic()
+        return len(slabs)
+
+    def _own(self, session: SessionId, generation: int) -> None:
+        self._owners[session] = max(generation, self._owners.get(session, 0))
+        if len(self._owners) > SESSIONS_MAX:
+            self._owners.popitem(last=False)
+
+    def _left(self, session: SessionId, generation: int) -> None:
+        """Nobody that is followed has it any more; it may be taken up elsewhere."""
+        chain = self._tier.index.get(session)
+        if chain is not None and chain.generation <= generation:
+            chain.live, chain.left_s = False, time.monotonic()
+
+
+def _tokens(covered: Covered, start: int, count: int) -> tuple[int, ...]:
+    """The outputs at `count` positions from `start` on; those of the prompt are not known here."""
+    prompt_len = covered.slot.prompt_len
+    return tuple(covered.outputs[max(0, start - prompt_len) : max(0, start + count - prompt_len)])
+
+
+def _kv(reader: ArenaReader, pool: Pool, slot: Slot) -> SessionKv:
+    """Whose KV it is, for the chain's story."""
+    prompt = (slot.prompt_len, slot.prompt_hash)
+    return SessionKv(slot.session, key_of(reader), pool.form, prompt, (), 0, pool.rank_count)
