@@ -9,7 +9,7 @@ from midstream.session.key import REQUIRED, CompatibilityKey
 from midstream.session.marker import KvSource
 from midstream.sidecar.choice import Account, Candidate, Plan, Tier, known_outputs, plan
 
-KV_TIERS = (Tier.HELD, Tier.IN_PLACE, Tier.DISK)
+KV_TIERS = (Tier.HELD, Tier.IN_PLACE, Tier.MEMORY, Tier.DISK)
 
 
 def key(**changes: str) -> CompatibilityKey:
@@ -61,6 +61,16 @@ def test_the_engine_that_runs_in_the_old_pool_is_preferred_to_any_copy() -> None
 
 def test_a_pool_that_was_adopted_from_another_epoch_is_not_in_place() -> None:
     assert chosen(account(), candidate("w0", epoch=3, adopted=("w0", 2))).tier is Tier.HELD
+
+
+def test_without_a_pool_what_is_in_memory_comes_before_what_is_on_disk() -> None:
+    known = account(held_kv=False, stored_kv_len=8, kept_kv_len=7)
+    found = chosen(known, candidate())
+    assert (found.tier, found.outputs, found.expected) == (Tier.MEMORY, (1, 2, 3), (1, 2, 3, 4))
+    assert found.may_be_exact
+    assert plan(known, [candidate()], tiers=frozenset({Tier.DISK})).tier is Tier.DISK  # type: ignore[union-attr]
+    # The prompt alone is not enough to go on from, neither here nor there.
+    assert chosen(account(held_kv=False, stored_kv_len=4, kept_kv_len=4), candidate()).tier is Tier.JOURNAL
 
 
 def test_only_the_tiers_that_are_allowed_are_used() -> None:
@@ -219,6 +229,7 @@ def accounts(draw: st.DrawFn) -> Account:
         epoch=draw(epochs),
         key=draw(keys),
         held_outputs=draw(st.none() | st.integers(0, 6)),
+        kept_kv_len=draw(st.integers(0, 10)),
     )
 
 
@@ -260,6 +271,8 @@ def test_whatever_is_chosen_loses_nothing_and_uses_no_foreign_kv(
         assert found.outputs == found.expected
     if found.tier is Tier.DISK:
         assert known.prompt_len + len(found.outputs) - 1 <= known.stored_kv_len
+    if found.tier is Tier.MEMORY:
+        assert known.prompt_len + len(found.outputs) - 1 <= known.kept_kv_len
     if found.finish:
         assert outputs == found.outputs
     if known.wants_logprobs and known.streamed and found.outputs:

@@ -30,8 +30,10 @@ class FakeMover:
 
     verified: VerifyResult | MoverError = field(default_factory=lambda: VerifyResult(1000, 1000, 0, 0, 0))
     found: StoredResult | MoverError = field(default_factory=lambda: StoredResult(False))
+    in_memory: StoredResult | MoverError = field(default_factory=lambda: StoredResult(False))
     restored: RestoreResult | MoverError = field(default_factory=lambda: RestoreResult(True, seconds=0.1))
     restores: list[tuple[tuple[Path, int] | None, Path, int]] = field(default_factory=list)
+    from_memory: list[bool] = field(default_factory=list)
     # Whose KV each restore was of.
     origins: list[SessionId] = field(default_factory=list)
     finished: list[tuple[SessionId, int]] = field(default_factory=list)
@@ -48,7 +50,9 @@ class FakeMover:
         to_arena: Path,
         to_generation: int,
         deadline_s: float,
+        from_memory: bool = False,
     ) -> RestoreResult:
+        self.from_memory.append(from_memory)
         self.restores.append((source, to_arena, to_generation))
         self.origins.append(origin or session)
         if self.answering is not None:
@@ -62,6 +66,9 @@ class FakeMover:
 
     async def stored(self, session: SessionId) -> StoredResult:
         return said(self.found)
+
+    async def kept(self, session: SessionId) -> StoredResult:
+        return said(self.in_memory)
 
     async def snapshot(self, arena: Path, session: SessionId | None = None) -> SnapshotResult:
         return SnapshotResult(1, 0, 0, 0)
@@ -114,13 +121,14 @@ class Rig:
         self.let_go: list[tuple[str, int]] = []
         self.suspected: list[tuple[str, int, Reason]] = []
         self.workers = Workers(let_go=lambda epoch: self.let_go.append(epoch.id))
-        stores = settings.pop("stores", False)
+        stores, memory = settings.pop("stores", False), settings.pop("memory", False)
         self.coordinator = SidecarCoordinator(
             self.workers,
             self.mover,
             self.metrics,
             CoordinatorSettings(**{"takeover_timeout_s": 5.0, "load_timeout_s": 0.2, **settings}),
             stores=stores,
+            memory=self.mover if memory else None,
             suspect=lambda *what: self.suspected.append(what),
         )
 
