@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from midstream.sidecar.plugin_path import engine_environ
-from support.vllm_rig import COMPACT, Rig
+from support import forking
+from support.vllm_rig import PYTHON_VARIABLE as VLLM_PYTHON
+from support.vllm_rig import Rig, whole_model
 
 VLLM = "vllm"
-_ENGINES = ("MIDSTREAM_TEST_TRANSFORMERS_PYTHON", "MIDSTREAM_TEST_VLLM_PYTHON")
+_ENGINES = ("MIDSTREAM_TEST_TRANSFORMERS_PYTHON", VLLM_PYTHON)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,6 +33,11 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.TemporaryDirectory(prefix="midstream-test-plugin-")
         config.add_cleanup(folder.cleanup)
         os.environ["PYTHONPATH"] = engine_environ(Path(folder.name), os.environ)["PYTHONPATH"]
+        if os.environ.get(VLLM_PYTHON):
+            ours = tempfile.TemporaryDirectory(prefix="midstream-test-forking-")
+            config.add_cleanup(ours.cleanup)
+            forking.plant(Path(ours.name))
+            os.environ["PYTHONPATH"] += os.pathsep + ours.name
 
 
 def _part(nodeid: str) -> str:
@@ -71,7 +78,8 @@ def vllm_pair() -> Iterator[Rig]:
 
     They prefill at most 64 tokens a step, so that a long prompt takes several and a death can come between them.
     """
-    rig = Rig("--max-num-batched-tokens", "64", *COMPACT, workers=2)
+    # What dies in one kill is to be admitted before the first of it comes to its cut: this model takes its time.
+    rig = Rig("--max-num-batched-tokens", "64", workers=2, model=whole_model())
     try:
         rig.start()
         yield rig

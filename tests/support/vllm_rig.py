@@ -23,6 +23,7 @@ from midstream.loadtest.client import Answer, read_stream, read_whole
 from midstream.loadtest.harness import SidecarProcess, Victim, kill_worker
 from midstream.session.errors import Refused
 from midstream.sidecar.environments import VLLM_ENVIRON
+from support import forking
 from support.vllm_models import shallow
 
 PYTHON_VARIABLE = "MIDSTREAM_TEST_VLLM_PYTHON"
@@ -107,7 +108,7 @@ class Rig:
         environ: Mapping[str, str] | None = None,
         model: Path | None = None,
     ) -> None:
-        environ = {**VLLM_ENVIRON, **(environ or {})}
+        environ = {**VLLM_ENVIRON, forking.VARIABLE: "1", **(environ or {})}
         self.workers = workers
         self.sidecar = SidecarProcess(
             vllm_command(*options, model=model), workers=workers, environ=environ, settings=settings

@@ -1,0 +1,40 @@
+"""A plugin of vLLM's, for tests alone: the processes of an engine are forked and not spawned.
+
+vLLM forks or spawns as VLLM_WORKER_MULTIPROC_METHOD says, but for the CPU, where it always spawns: then three processes
+import all of it one after the other, which is most of a start. Those of the contract and those that are started by hand
+do spawn.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "FORKING_ENGINES"
+# The plugin's name in an engine: this file is found there by it.
+_PLUGIN = "midstream_forking"
+
+
+def plant(folder: Path) -> None:
+    """Put the plugin into a folder of an engine's Python path; it does nothing unless VARIABLE is set."""
+    information = folder / f"{_PLUGIN}-0.dist-info"
+    information.mkdir(parents=True)
+    (folder / f"{_PLUGIN}.py").symlink_to(Path(__file__).resolve())
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {_PLUGIN}\nVersion: 0\n")
+    (information / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{_PLUGIN} = {_PLUGIN}:register\n")
+
+
+def register() -> None:
+    """The entry point: what the platform sets for good is set back."""
+    if not os.environ.get(VARIABLE):
+        return
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+    if original.__module__ == __name__:
+        return
+
+    def check_and_update_config(cls: Any, config: Any) -> None:
+        original(cls, config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
