@@ -4,6 +4,7 @@ Owns nothing that changes, but for the session's failover. Invariant: every atte
 marker. It does not read answers.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import aiohttp
@@ -36,16 +37,19 @@ class Generation:
 
     async def send(self, placement: Placement) -> aiohttp.ClientResponse:
         """Send the request to a worker. Raises UpstreamLost, also when the coordinator has news meanwhile."""
-        return await unless_interrupted(
-            self.upstream.request(
+        return await unless_interrupted(self._send(placement), placement.interrupted, self.kept)
+
+    async def _send(self, placement: Placement) -> aiohttp.ClientResponse:
+        # Requests come one by one, takeovers by the dozen. The head of an unstreamed answer does not tell when the
+        # request was read.
+        many = placement.marker.generation > 1 and self.facts.stream
+        async with self.upstream.turns.at(placement.base_url) if many else nullcontext():
+            return await self.upstream.request(
                 "POST",
                 target(placement.base_url, self.raw_path),
                 headers.of_session(self.request.headers, _request_id(placement)),
                 self.outgoing.encode(None if self.facts.exact_obstacle else placement.marker),
-            ),
-            placement.interrupted,
-            self.kept,
-        )
+            )
 
     @property
     def wants_report(self) -> bool:

@@ -20,6 +20,7 @@ from ..session.errors import EngineError
 from .coordinator import Reason
 from .kept import Kept
 from .settings import ProxySettings
+from .turns import Turns
 
 T = TypeVar("T")
 
@@ -45,10 +46,11 @@ class _Connection:
 
 
 class Upstream:
-    """Sessions of the client library, opened and closed with the application."""
+    """Sessions of the client library, opened and closed with the application. `turns`: for those who come together."""
 
     def __init__(self, settings: ProxySettings) -> None:
         self._settings = settings
+        self.turns = Turns()
         self._pooled: aiohttp.ClientSession | None = None
         self._fresh: aiohttp.ClientSession | None = None
 
