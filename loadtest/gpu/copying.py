@@ -46,12 +46,16 @@ DISK_GENERATION = 2
 # Blocks of each session that are compared on the host.
 SAMPLED = 4
 KEY = {"engine": "copy", "model": "8b"}
+# Tier 1 is measured by itself: what it copies while blocks are summed would be in the way of other figures.
+MEMORY_SESSIONS = 16
+MEMORY_SHARE = 0.8
 DEVICE = 0
 
 
 def measure(folder: Path, results: Results, *, sessions: int) -> None:
     """All of it. MidstreamError with the mover's log where it does not do its work."""
-    _reference(results)
+    reference = _reference(results)
+    _tier1(folder, results, reference)
     with tempfile.TemporaryDirectory(prefix="midstream-", dir="/dev/shm") as place, _Rig(Path(place), sessions) as rig:
         try:
             _sums(rig, results)
@@ -97,11 +101,12 @@ class _Worker:
 
 
 class _Rig:
-    """Holder, mover, a source and a destination."""
+    """Holder, mover, a source and a destination; `memory_bytes` is how much of the host's the mover may have."""
 
-    def __init__(self, place: Path, sessions: int) -> None:
+    def __init__(self, place: Path, sessions: int, *, memory_bytes: int = 0) -> None:
         self.place = place
         self.sessions = sessions
+        self.memory_bytes = memory_bytes
         self.store = place / "store"
         self._stack = contextlib.ExitStack()
 
@@ -123,6 +128,8 @@ class _Rig:
         self.holder = HolderClient(holder_path)
         _until(self._holder_answers, holder)
         options = ["--socket", str(mover_path), "--holder", str(holder_path), "--store", str(self.store)]
+        if self.memory_bytes:
+            options += ["--memory-bytes", str(self.memory_bytes), "--memory-bytes-per-s", str(1 << 40)]
         self.mover = self._process("midstream.sidecar.mover", *options)
         _until(lambda: self._connects(mover_path), self.mover)
         self.source = self._worker("a", "source")
@@ -290,6 +297,80 @@ def _restore(rig: _Rig, index: int, generation: int, place: dict[str, Any]) -> d
     return {"op": "restore", "session": session, "from": source, "to": to, "deadline_s": WAIT_S / 2}
 
 
+def _tier1(folder: Path, results: Results, reference: dict[str, float]) -> None:
+    """All sessions into memory of the host as their blocks are summed, and back at once."""
+    block_bytes = layout_of(1).block_bytes
+    full = MEMORY_SESSIONS * SESSION_BLOCKS
+    # Extents have headers, and the last one of a size may be cut off.
+    memory_bytes = full * block_bytes * 5 // 4
+    with (
+        tempfile.TemporaryDirectory(prefix="midstream-", dir="/dev/shm") as place,
+        _Rig(Path(place), MEMORY_SESSIONS, memory_bytes=memory_bytes) as rig,
+    ):
+        try:
+            rig.ask({"op": "watch", "arena": str(rig.destination.arena), "worker": "b"})
+            began_s = time.perf_counter()
+            while "event=tier1_pinned" not in rig.log():
+                if "event=no_tier1" in rig.log() or time.perf_counter() - began_s > WAIT_S:
+                    raise MidstreamError("the mover has no tier 1; its log is above")
+                time.sleep(0.01)
+            took_s = time.perf_counter() - began_s
+            results.add(PART, "tier 1, opened and pinned", memory_bytes / took_s / 1e9, "GB/s", s=round(took_s, 2))
+            _tier1_out(rig, results, full, MEMORY_SHARE * reference["out"])
+            for number in range(ROUNDS):
+                _tier1_in(rig, results, number, MEMORY_SHARE * reference["in"])
+        except (MidstreamError, OSError):
+            print(rig.log(), flush=True)
+            raise
+        finally:
+            (folder / "mover-tier1.log").write_text(rig.log())
+
+
+def _tier1_out(rig: _Rig, results: Results, full: int, bar: float) -> None:
+    """From the first block that was kept to the last one; sums are taken meanwhile."""
+    rig.ask({"op": "watch", "arena": str(rig.source.arena), "worker": "a"})
+    first: tuple[float, int] | None = None
+    deadline_s = time.monotonic() + WAIT_S
+    while (status := rig.ask({"op": "status"})[0])["tier1_blocks_saved"] < full:
+        if first is None and status["tier1_bytes_saved"]:
+            first = time.perf_counter(), int(status["tier1_bytes_saved"])
+        if time.monotonic() > deadline_s:
+            raise MidstreamError(f"the mover has kept {status['tier1_blocks_saved']} of {full} blocks: {status}")
+        time.sleep(0.001)
+    assert first is not None
+    took_s, copied = time.perf_counter() - first[0], int(status["tier1_bytes_saved"]) - first[1]
+    results.add(
+        PART, f"tier 1 out, {MEMORY_SESSIONS} sessions", copied / took_s / 1e9, "GB/s", bar=bar, at_least=True,
+        ms=round(1000 * took_s, 2), damaged=status["tier1_blocks_damaged"], dropped=status["tier1_blocks_dropped"],
+    )  # fmt: skip
+
+
+def _tier1_in(rig: _Rig, results: Results, number: int, bar: float) -> None:
+    """All sessions at once, as if their pool were lost."""
+    rig.zero_destination()
+    generation = DISK_GENERATION + 1 + number
+    slots = []
+    for index, table in enumerate(rig.destination.tables):
+        slot = rig.destination.writer.admit(session_of(index), generation, SESSION_TOKENS - 1, "0" * 32, [7, 8])
+        assert slot is not None
+        slot.set_blocks(table)
+        slot.report(LoadState.WAITING, 0, 0)
+        slots.append(slot)
+    began_s = time.perf_counter()
+    answers = rig.ask(*(_restore(rig, index, generation, {"memory": True}) for index in range(rig.sessions)))
+    took_s = time.perf_counter() - began_s
+    for slot in slots:
+        assert slot.inbox() == (LoadState.DONE, SESSION_TOKENS)
+        slot.finish("abort")
+    results.add(
+        PART, f"tier 1 in, {rig.sessions} sessions, round {number + 1}",
+        sum(int(answer["bytes"]) for answer in answers) / took_s / 1e9, "GB/s", bar=bar, at_least=True,
+        ms=round(1000 * took_s, 2), first_ms=round(1000 * min(float(a["seconds"]) for a in answers), 2),
+        verified=sum(int(answer["blocks_verified"]) for answer in answers),
+    )  # fmt: skip
+    results.add(PART, f"blocks that differ after tier 1, round {number + 1}", rig.differing(), "blocks", bar=0)
+
+
 def _disk(rig: _Rig, results: Results) -> None:
     """One session into the store and back."""
     session, generation = session_of(0), DISK_GENERATION
@@ -315,10 +396,11 @@ def _disk(rig: _Rig, results: Results) -> None:
     results.add(PART, "blocks that differ after the store", wrong, "blocks", bar=0)
 
 
-def _reference(results: Results) -> None:
-    """What one contiguous copy does here: on the card, out of it and into it."""
+def _reference(results: Results) -> dict[str, float]:
+    """What one contiguous copy does here: on the card, out of it and into it, in GB/s."""
     from cuda.bindings import driver
 
+    found: dict[str, float] = {}
     with vram.current(DEVICE):
         one = int(_ok(driver.cuMemAlloc(REFERENCE_BYTES)))
         other = int(_ok(driver.cuMemAlloc(REFERENCE_BYTES)))
@@ -338,10 +420,12 @@ def _reference(results: Results) -> None:
                 _ok(copy())
                 _ok(driver.cuCtxSynchronize())
                 seconds.append(time.perf_counter() - began_s)
-            results.add(PART, f"one contiguous copy {name}", size / sorted(seconds[1:])[2] / 1e9, "GB/s")
+            found[name] = size / sorted(seconds[1:])[2] / 1e9
+            results.add(PART, f"one contiguous copy {name}", found[name], "GB/s")
         _ok(driver.cuMemFreeHost(host))
         for address in (one, other):
             _ok(driver.cuMemFree(address))
+    return found
 
 
 def _read(worker: _Worker, block: int) -> bytes:

@@ -156,7 +156,8 @@ class MemorySaver:
     async def turn(self, path: Path) -> int:
         """Copy what is due in an arena, in one call; returns how many blocks are kept of it. Raises MoverError."""
         slots, pool = self._live.get(path, []), self._sources.mapped(path)
-        if not slots or pool is None or not self._sources.is_untouched(path) or not self._tier.ready_for(pool):
+        # Asked also while there is no session yet: the first one must not wait until the area is pinned.
+        if pool is None or not self._sources.is_untouched(path) or not self._tier.ready_for(pool) or not slots:
             return 0
         reader = self._sources.reader(path)
         left = max(1, min(BATCH_BYTES, self._policy.bytes_per_s) // pool.layout.block_bytes)
