@@ -11,7 +11,7 @@ import json
 import os
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,9 @@ import pytest
 
 from midstream.loadtest.client import Answer, read_stream, read_whole
 from midstream.loadtest.harness import SidecarProcess, Victim, kill_worker
+from midstream.session.arena import ArenaReader, SlotState
 from midstream.session.errors import Refused
+from midstream.session.ticket import worker_dir
 from midstream.sidecar.environments import VLLM_ENVIRON
 from support import forking
 from support.vllm_models import shallow
@@ -155,6 +157,7 @@ class Rig:
 
         async def kill() -> list[str]:
             worker = await self.sidecar.serving(http)
+            await self._begun(worker, len(cases))
             return kill_worker(worker["pid"], victim)
 
         def at_cut(answer: Answer) -> Any:
@@ -182,6 +185,14 @@ class Rig:
                 assert outcome["kv_tokens_loaded"] > 0, outcome
                 assert outcome["tokens_recomputed"] == 1, outcome
         return answers
+
+    async def _begun(self, worker: Mapping[str, Any], count: int) -> None:
+        """Wait until so many sessions of a worker have a token each; on a busy machine the last may have none yet."""
+        path = worker_dir(self.sidecar.state_dir, worker["name"]) / f"{worker['epoch']}.arena"
+        with closing(ArenaReader(path)) as reader:
+            async with asyncio.timeout(ADMISSION_S):
+                while sum(bool(reader.journal(s)) for s in reader.slots() if s.state is SlotState.LIVE) < count:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
 
     @asynccontextmanager
     async def _others_busy(self, http: aiohttp.ClientSession) -> "AsyncIterator[Callable[[], Awaitable[None]]]":
