@@ -19,9 +19,13 @@ SESSIONS_MAX = 65536
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A block that is kept: where, how much of it means something, its sum and its place in the chain."""
+    """A block that is kept: where, how much of it means something, its sum and its place in the chain.
+
+    `owner` are the generation and the table generation under which it was the session's last.
+    """
 
     slab: Slab
+    owner: tuple[int, int]
     positions: int
     kind: SumKind
     sum: int
@@ -117,6 +121,10 @@ class MemoryIndex:
         self.drop_tail(chain)
         chain.full.append(kept)
 
+    def renew(self, chain: Chain, ordinal: int, kept: Kept) -> None:
+        """A full block is the session's under another owner, too."""
+        chain.full[ordinal] = kept
+
     def set_tail(self, chain: Chain, kept: Kept) -> None:
         """The part of a block after the full ones."""
         self.drop_tail(chain)
@@ -174,7 +182,8 @@ class MemoryIndex:
                     break
                 positions, _, slab, record = max(fitting, key=lambda item: item[:2])
                 before = record.chain
-                kept = Kept(slab, positions, record.kind, record.sum, record.chain, record.tokens)
+                owner = record.generation, record.table_generation
+                kept = Kept(slab, owner, positions, record.kind, record.sum, record.chain, record.tokens)
                 chain.generation = max(chain.generation, record.generation)
                 if positions == story.form[1]:
                     chain.full.append(kept)

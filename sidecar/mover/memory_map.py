@@ -72,6 +72,11 @@ def mapped_area(holder: HolderClient, size_bytes: int, stop: threading.Event) ->
     return MappedArea(memoryview(memory), address, fd, was_kept)
 
 
+def is_kept(holder: HolderClient) -> bool:
+    """Whether the holder has an area, of whichever size. Raises PoolError."""
+    return any(pool.name == NAME for pool in holder.list())
+
+
 def keep(holder: HolderClient, fd: int, size_bytes: int) -> None:
     """Have the holder keep the area; to be repeated, for a holder may be a new one. Raises PoolError."""
     layout = PoolLayout(1, 1, (Plane(0, size_bytes, size_bytes),))
@@ -89,7 +94,7 @@ def pin(address: int, size_bytes: int, gpu_uuid: str, stop: threading.Event) -> 
 
 def _kept_or_new(holder: HolderClient, size_bytes: int) -> tuple[int, bool]:
     """A descriptor of the memory, and whether a mover before this one has had it."""
-    if any(pool.name == NAME for pool in holder.list()):
+    if is_kept(holder):
         fd, meta = holder.get(NAME)
         if meta.get("size_bytes") == size_bytes:
             return fd, True

@@ -25,7 +25,7 @@ _EXTENT_MAGIC = b"MIDEXTNT"
 _CRC = struct.Struct("<I")
 _AREA = struct.Struct("<8sIIQ")
 _EXTENT = struct.Struct("<8sIIQ16s")
-_RECORD = struct.Struct("<IIQ16sIII16s16sIIQ16s")
+_RECORD = struct.Struct("<IIQ16sIIII16s16sIIQ16s")
 _KINDS = tuple(SumKind)
 
 
@@ -53,11 +53,13 @@ class Story:
 class Record:
     """One kept block: block `ordinal` of a session, of which the first `positions` positions mean something.
 
-    `tokens` are the ids of these positions that are outputs, `chain` is the digest up to and including them.
+    `tokens` are the ids of these positions that are outputs, `chain` is the digest up to and including them. Generation
+    and table generation are those under which an engine last had it with this sum.
     """
 
     story: Story
     generation: int
+    table_generation: int
     ordinal: int
     sequence: int
     positions: int
@@ -115,6 +117,7 @@ def encode_record(record: Record) -> bytes:
         record.sequence,
         bytes.fromhex(story.session),
         record.generation,
+        record.table_generation,
         story.prompt_len,
         story.ranks,
         bytes.fromhex(story.prompt_hash),
@@ -135,14 +138,14 @@ def decode_record(raw: bytes, form: Form) -> Record | None:
         return None
     body = raw[_CRC.size :]
     (
-        ordinal, count, sequence, session, generation, prompt_len, ranks, prompt_hash, key, positions, kind, total,
-        chain,
+        ordinal, count, sequence, session, generation, table_generation, prompt_len, ranks, prompt_hash, key, positions,
+        kind, total, chain,
     ) = _RECORD.unpack_from(body)  # fmt: skip
     if count > positions or not 0 < positions <= form[1] or kind >= len(_KINDS):
         return None
     tokens = struct.unpack_from(f"<{count}I", body, _RECORD.size)
     story = Story(SessionId(session.hex()), form, ranks, key.hex(), prompt_len, prompt_hash.hex())
-    return Record(story, generation, ordinal, sequence, positions, _KINDS[kind], total, chain, tokens)
+    return Record(story, generation, table_generation, ordinal, sequence, positions, _KINDS[kind], total, chain, tokens)
 
 
 def is_clear(raw: bytes) -> bool:

@@ -24,7 +24,8 @@ from .matching import SessionKv
 from .memory_area import Slab
 from .memory_index import Chain, Kept
 from .memory_records import linked
-from .memory_tier import MemoryTier, story_of
+from .memory_source import story_of
+from .memory_tier import MemoryTier
 from .pools import Pool
 from .protocol import MoverError
 from .snapshots import ENDINGS, OVER, SESSIONS_MAX
@@ -96,10 +97,15 @@ class MemorySaver:
     # ---- told by the watcher and the sidecar
 
     def seen(self, path: Path, slots: list[Slot]) -> None:
-        """These sessions are live in an arena now."""
+        """These sessions are live in an arena now. What is kept of them has sums that outlived the mover before."""
         self._live[path] = slots
         for slot in slots:
             self._own(slot.session, slot.generation)
+            owner = (path, slot.session, slot.generation)
+            if owner in self._done or self._sums.length(owner):
+                continue
+            for kind, sums in self._tier.known_sums(slot.session, (slot.generation, slot.table_generation)).items():
+                self._sums.add(owner, slot.table_generation, kind, 0, sums)
 
     def ended(self, path: Path, slot: Slot) -> None:
         """A session is no longer live in an arena."""
@@ -212,6 +218,8 @@ class MemorySaver:
         chain = self._tier.index.begin(story_of(_kv(reader, pool, slot)), slot.generation)
         chain.live, chain.wanted = True, len(sums)
         self._confirm(done, chain, covered, sums, pool)
+        if done.damaged:
+            return None
         if done.blocks < len(sums) and not done.behind:
             done.behind_since_s = time.monotonic()
         done.behind = len(sums) - done.blocks
@@ -229,13 +237,20 @@ class MemorySaver:
 
     def _confirm(self, done: _Done, chain: Chain, covered: Covered, sums: Sequence[int], pool: Pool) -> None:
         """Go past blocks that are kept already, as they were under an owner before; drop what is kept of another KV."""
+        owner = covered.slot.generation, covered.table.generation
         while done.blocks < min(len(sums), len(chain.full)):
             kept = chain.full[done.blocks]
             tokens = _tokens(covered, done.blocks * pool.layout.block_tokens, pool.layout.block_tokens)
             same = (kept.kind, kept.sum) == (pool.sum_kind, sums[done.blocks])
+            if not same and kept.owner == owner:
+                # It was full then, so nobody had to write there any more.
+                self._damaged(done, chain, done.blocks)
+                return
             if not same or kept.chain != linked(chain.before(done.blocks), tokens):
                 self._tier.index.cut(chain, done.blocks)
                 return
+            if kept.owner != owner:
+                self._tier.renew(chain, done.blocks, owner)
             done.blocks += 1
         # Blocks may have been let go meanwhile.
         done.blocks = min(done.blocks, len(chain.full))
@@ -294,26 +309,29 @@ class MemorySaver:
 
     def _enter(self, pool: Pool, due: _Due, slabs: Sequence[Slab], found: Sequence[int]) -> int:
         block_tokens, done = pool.layout.block_tokens, due.done
+        owner = due.covered.slot.generation, due.covered.table.generation
         for index, (slab, value) in enumerate(zip(slabs, found, strict=True)):
             if index < len(due.sums) and value != due.sums[index]:
-                done.damaged, done.behind = True, 0
-                self._tier.figures.blocks_damaged += 1
-                _log.error(
-                    "event=tier1_damaged session=%s block=%d: it differs from what it was when it filled",
-                    due.chain.story.session, due.first + index,
-                )  # fmt: skip
+                self._damaged(done, due.chain, due.first + index)
                 return index
             positions = due.positions(index, block_tokens)
             tokens = _tokens(due.covered, positions.start, len(positions))
             ordinal = due.first + index
             digest = linked(due.chain.before(ordinal), tokens)
-            self._tier.keep(due.chain, ordinal, Kept(slab, len(positions), pool.sum_kind, value, digest, tokens))
+            self._tier.keep(due.chain, ordinal, Kept(slab, owner, len(positions), pool.sum_kind, value, digest, tokens))
             if index < len(due.sums):
                 done.blocks, done.behind = done.blocks + 1, done.behind - 1
             done.kv_len = due.chain.kv_len
         if done.behind:
             done.behind_since_s = time.monotonic()
         return len(slabs)
+
+    def _damaged(self, done: _Done, chain: Chain, ordinal: int) -> None:
+        """A block in the pool differs from what it was when it filled: nothing from there on is kept."""
+        done.damaged, done.behind = True, 0
+        self._tier.figures.blocks_damaged += 1
+        text = "event=tier1_damaged session=%s block=%d: it differs from what it was when it filled"
+        _log.error(text, chain.story.session, ordinal)
 
     def _own(self, session: SessionId, generation: int) -> None:
         self._owners[session] = max(generation, self._owners.get(session, 0))

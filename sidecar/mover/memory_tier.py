@@ -7,14 +7,12 @@ is not given to anybody else. Belongs to one event loop. Blocks come here by `me
 
 import asyncio
 import contextlib
-import hashlib
-import json
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from ...session.errors import PoolError
 from ...session.held import HolderClient
@@ -24,8 +22,9 @@ from .matching import SessionKv
 from .memory_area import MemoryArea, Slab
 from .memory_index import Chain, Kept, MemoryIndex
 from .memory_map import MappedArea
-from .memory_records import Record, Story
-from .pools import Copied, Copies, HostBlocks, Pool
+from .memory_records import Record
+from .memory_source import MemorySource, Offer
+from .pools import HostBlocks, Pool, SumKind
 from .protocol import StoredResult
 
 # What nobody has any more is kept for as long as a takeover may wait for a worker.
@@ -33,7 +32,7 @@ ORPHANS_S = 600.0
 # A holder that was started anew does not have the area.
 KEEP_EVERY_S = 2.0
 # Who asks right after a start waits for the index this long.
-OPEN_S = 5.0
+OPEN_S = 3.0
 
 _log = logging.getLogger(__name__)
 
@@ -51,37 +50,6 @@ class Figures:
     restores: int = 0
 
 
-class MemorySource:
-    """Kept blocks as a source of copies: their numbers are places in the area."""
-
-    def __init__(self, mapped: MappedArea, block_bytes: int) -> None:
-        self._mapped = mapped
-        self._block_bytes = block_bytes
-
-    def copy_all(self, destination: Pool, works: Sequence[Copies], started: Callable[[], object]) -> list[Copied]:
-        """Copy for several sessions, and compare what has arrived with the sums. Raises PoolError."""
-        return [self._copied(destination, work, started) for work in works]
-
-    def _copied(self, destination: Pool, work: Copies, started: Callable[[], object]) -> Copied:
-        places = HostBlocks(self._mapped.view, self._mapped.address, work.sources, self._block_bytes)
-        found = destination.load(places, work.destinations, started)
-        pairs = enumerate(zip(found, work.expected, strict=True))
-        damaged = next((index for index, (one, other) in pairs if one != other), None)
-        if damaged is not None:
-            return Copied(0, damaged, 0, work.first + damaged)
-        return Copied(len(found) * self._block_bytes, len(found), 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """What is kept of a session while somebody reads it."""
-
-    chain: Chain
-    blocks: tuple[Kept, ...]
-    kv: SessionKv
-    source: MemorySource
-
-
 class MemoryTier:
     """The tier of one mover; `size_bytes` is that of the area."""
 
@@ -93,7 +61,8 @@ class MemoryTier:
         self.index = MemoryIndex(self._freed)
         self.figures = Figures()
         self._stop = threading.Event()
-        self._opened = asyncio.Event()
+        # What was kept before is known, or that nothing was.
+        self._settled = asyncio.Event()
         self._pinning: asyncio.Task[None] | None = None
         self._pinned: bool | None = None
         self._too_large: set[tuple[str, int, int]] = set()
@@ -105,11 +74,13 @@ class MemoryTier:
         """Open it, and have the holder keep it, until cancelled."""
         began = time.monotonic()
         try:
+            if not await asyncio.to_thread(memory_map.is_kept, self._holder):
+                self._settled.set()
             mapped = await asyncio.to_thread(memory_map.mapped_area, self._holder, self._size_bytes, self._stop)
             area = await asyncio.to_thread(MemoryArea, mapped.view)
         except (PoolError, OSError, ValueError) as error:
             _log.error("event=no_tier1 serving=on error=%s", error)
-            self._opened.set()
+            self._settled.set()
             await asyncio.Event().wait()
         else:
             self.open(mapped, area)
@@ -137,7 +108,12 @@ class MemoryTier:
         self._sequence = max((record.sequence for _, record in area.found), default=0)
         self.index.take_over(area.found, time.monotonic())
         area.found = []
-        self._opened.set()
+        self._settled.set()
+
+    async def settled(self) -> None:
+        """Returns when it is known what was kept before, or after OPEN_S."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._settled.wait(), OPEN_S)
 
     async def _kept_by_holder(self, mapped: MappedArea) -> None:
         lost = False
@@ -158,8 +134,7 @@ class MemoryTier:
 
     async def kept(self, session: SessionId) -> StoredResult:
         """What a restore from here would begin with; waits a little for a tier that is being opened."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._opened.wait(), OPEN_S)
+        await self.settled()
         chain = self.index.get(session)
         if chain is None or not self.kept_tokens(session):
             return StoredResult(False)
@@ -271,21 +246,37 @@ class MemoryTier:
 
     def keep(self, chain: Chain, ordinal: int, kept: Kept) -> None:
         """A block of a chain lies whole in its slab."""
-        assert self._area is not None
-        self._sequence += 1
-        self._area.write(
-            kept.slab,
-            Record(
-                chain.story, chain.generation, ordinal, self._sequence, kept.positions, kept.kind, kept.sum, kept.chain,
-                kept.tokens,
-            ),
-        )  # fmt: skip
+        self._write(chain, ordinal, kept)
         if kept.positions == chain.story.form[1]:
             self.index.add(chain, kept)
         else:
             self.index.set_tail(chain, kept)
         self.figures.blocks_saved += 1
         self.figures.bytes_saved += chain.story.form[2]
+
+    def renew(self, chain: Chain, ordinal: int, owner: tuple[int, int]) -> None:
+        """A kept block is the session's under another owner, too, with the same sum."""
+        kept = replace(chain.full[ordinal], owner=owner)
+        self._write(chain, ordinal, kept)
+        self.index.renew(chain, ordinal, kept)
+
+    def known_sums(self, session: SessionId, owner: tuple[int, int]) -> dict[SumKind, list[int]]:
+        """The sums of a session's first blocks, of one kind, as far as they were taken under this owner."""
+        chain = self.index.get(session)
+        if chain is None or not chain.full:
+            return {}
+        kind = chain.full[0].kind
+        same = itertools.takewhile(lambda kept: (kept.owner, kept.kind) == (owner, kind), chain.full)
+        return {kind: sums} if (sums := [kept.sum for kept in same]) else {}
+
+    def _write(self, chain: Chain, ordinal: int, kept: Kept) -> None:
+        assert self._area is not None
+        self._sequence += 1
+        record = Record(
+            chain.story, *kept.owner, ordinal, self._sequence, kept.positions, kept.kind, kept.sum, kept.chain,
+            kept.tokens,
+        )  # fmt: skip
+        self._area.write(kept.slab, record)
 
     def finish(self, session: SessionId, generation: int) -> None:
         """A session is over: its slabs are free at once, unless a newer generation has it."""
@@ -319,14 +310,3 @@ class MemoryTier:
         for chain in self.index.chains:
             if not chain.live and now - chain.left_s > ORPHANS_S:
                 self.index.drop(chain)
-
-
-def key_digest(key: Mapping[str, Any]) -> str:
-    """What stands for a compatibility key in the index."""
-    text = json.dumps(dict(key), sort_keys=True, separators=(",", ":"))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def story_of(kv: SessionKv) -> Story:
-    """What the kept blocks of a session have in common."""
-    return Story(kv.session, kv.block_form, kv.ranks, key_digest(kv.key), *kv.prompt)

@@ -78,6 +78,9 @@ class Operations:
         worker = message.get("worker", "")
         if not isinstance(worker, str) or len(worker) > 64:
             raise MoverError(Reason.REQUEST, f"worker is {worker!r:.80}; give its name")
+        if self._tier is not None:
+            # What a mover before this one has kept has sums from when it filled: none is taken anew of these blocks.
+            await self._tier.settled()
         self._watcher.watch(path_field(message, "arena"), worker)
         return {}
 

@@ -27,7 +27,8 @@ from .arrivals import Arrivals
 from .counters import Counters
 from .groups import Groups, Work
 from .matching import SessionKv, check_match
-from .memory_tier import MemoryTier, Offer, key_digest
+from .memory_source import Offer, key_digest
+from .memory_tier import MemoryTier
 from .orders import Destination, Order, Origin, Steps, destination_of, steps_of
 from .pools import Copied, Copies, Pool
 from .protocol import MoverError, Reason, RestoreResult

@@ -10,7 +10,8 @@ import pytest
 from midstream.session.arena import LoadState
 from midstream.session.held import HolderClient
 from midstream.sidecar.mover.host_pool import HostPool
-from midstream.sidecar.mover.pools import HostBlocks, Pool
+from midstream.sidecar.mover.orders import Order
+from midstream.sidecar.mover.pools import HostBlocks, Pool, SumKind
 from midstream.sidecar.mover.protocol import Reason
 from midstream.sidecar.mover.sources import Sources
 from midstream.sidecar.mover.suspects import Suspect
@@ -272,6 +273,67 @@ async def test_another_mover_goes_on_with_what_is_there(
     new.wait(session(1), PROMPT, outputs(11), [9, 8, 7, 6])
     assert (await again.restore(new, 1)).ok
     assert len(new.right([*PROMPT, *outputs(11)], range(16), [9, 8, 7, 6])) == 16
+
+
+async def test_what_fell_over_in_the_pool_while_the_mover_was_away_is_not_taken_for_what_was_there(
+    tmp_path: Path, holder: HolderClient, bench: MemoryBench, old: Worker, new: Worker
+) -> None:
+    slot = run(old, 1, 11, [1, 2, 3, 4, 5])
+    await bench.turn(old)
+    old.view[old.layout.spans(2)[1][0]] ^= 1
+    again = MemoryBench(tmp_path, holder, bench.memory)
+    again.watch(old, new)
+    said = outputs(11)
+    for token in outputs(4, 200):
+        old.decode(slot, PROMPT, said, [1, 2, 3, 4, 5], token)
+    # Of what is kept the sums are known; the new block is summed, and kept behind them.
+    assert await again.turn(old) == 1
+    assert again.counters.blocks_summed == 1
+    waits = new.wait(session(1), PROMPT, said[:11], [9, 8, 7, 6])
+    order = Order(session(1), session(1), (old.arena, 1), new.arena, 2, 5.0)
+    result = await again.restorer.restore(order)
+    assert (result.ok, result.reason, result.kept_tokens) == (False, "checksum", 20)
+    waits.finish("abort")
+    new.wait(session(1), PROMPT, said[:11], [9, 8, 7, 6], 3)
+    assert (await again.restore(new, 1, 3)).ok
+    assert len(new.right([*PROMPT, *said], range(16), [9, 8, 7, 6])) == 16
+
+
+async def test_a_session_that_another_engine_has_now_is_known_by_its_new_owner_after_a_restart(
+    tmp_path: Path, holder: HolderClient, bench: MemoryBench, old: Worker, new: Worker
+) -> None:
+    run(old, 1, 7, [1, 2, 3])
+    await bench.turn(old)
+    run(new, 1, 7, [5, 6, 7], generation=2)
+    assert await bench.turn(new) == 0
+    again = MemoryBench(tmp_path, holder, bench.memory)
+    again.watch(new)
+    await again.turn(new)
+    assert again.counters.blocks_summed == 0
+    assert list(again.sums.get((new.arena, session(1), 2), 1, SumKind.XXH3)) == new_sums(new, [5, 6, 7])
+
+
+def new_sums(worker: Worker, blocks: Sequence[int]) -> list[int]:
+    """What the blocks of a worker are."""
+    pool = HostPool("new", worker.layout, "", memoryview(worker.view), 0)
+    try:
+        return pool.sum_blocks(blocks)
+    finally:
+        pool.view.release()
+
+
+async def test_a_block_that_has_another_sum_under_the_same_owner_is_damaged_and_what_is_kept_stays(
+    tmp_path: Path, holder: HolderClient, bench: MemoryBench, old: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(old, 1, 11, [1, 2, 3, 4])
+    await bench.turn(old)
+    old.view[old.layout.spans(2)[1][0]] ^= 1
+    again = MemoryBench(tmp_path, holder, bench.memory)
+    again.watch(old)
+    # As if it were summed before the index was read.
+    monkeypatch.setattr(again.tier, "known_sums", lambda *_: {})
+    assert await again.turn(old) == 0
+    assert (again.kept(1), again.tier.figures.blocks_damaged) == (16, 1)
 
 
 async def test_a_torn_record_ends_its_chain_and_its_slab_is_free(

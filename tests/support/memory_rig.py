@@ -29,7 +29,7 @@ PROMPT = [5, 6, 7, 8, 9, 10]
 # Extents of 64 KiB with 56 blocks of the rig's pools each.
 EXTENT_BYTES = 64 << 10
 SLABS_PER_EXTENT = 56
-RECORD_BYTES = 128
+RECORD_BYTES = 136
 PLENTY = 8_000_000_000
 
 
