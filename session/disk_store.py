@@ -374,27 +374,43 @@ class DiskDraft:
         self._store = store
         self._pinned: Counter[str] = Counter()
         self._dirty: set[Path] = set()
+        self._writing: set[str] = set()
+        self._changed = threading.Condition()
 
     def put_chunk(self, raw: bytes | bytearray | memoryview) -> str:
         """See Draft.put_chunk."""
         name = chunk.chunk_name(raw)
-        if not self.keep(name):
+        with self._changed:
+            # Who has the same block at the same time finds it written, or writes it if the other one could not.
+            self._changed.wait_for(lambda: name not in self._writing)
+            if self.keep(name):
+                return name
+            self._writing.add(name)
+        try:
             _, stored = chunk.encode(raw)
             self._store.write_chunk(name, stored)
-            self._pinned[name] += 1
-            self._dirty.add(self._store.chunk_folder(name))
+            with self._changed:
+                self._pin(name)
+        finally:
+            with self._changed:
+                self._writing.discard(name)
+                self._changed.notify_all()
         return name
 
     def keep(self, name: str) -> bool:
         """See Draft.keep."""
-        if self._pinned[name]:
-            return True
-        if self._store.pin(name):
-            self._pinned[name] += 1
-            # Another draft may have written it a moment ago and not have made it durable yet.
-            self._dirty.add(self._store.chunk_folder(name))
-            return True
+        with self._changed:
+            if self._pinned[name]:
+                return True
+            if self._store.pin(name):
+                # Another draft may have written it a moment ago and not have made it durable yet.
+                self._pin(name)
+                return True
         return False
+
+    def _pin(self, name: str) -> None:
+        self._pinned[name] += 1
+        self._dirty.add(self._store.chunk_folder(name))
 
     def publish(self, manifest: Manifest) -> str:
         """See Draft.publish."""

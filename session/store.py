@@ -52,8 +52,9 @@ class Draft(Protocol):
     def put_chunk(self, raw: bytes | bytearray | memoryview) -> str:
         """Store a block and return its name.
 
-        MUST write nothing when a chunk of that name is there. MUST keep the chunk from being swept until the draft is
-        left. MUST leave no chunk under its name that is not complete. MUST raise StoreError when it cannot be written.
+        Threads may call it at the same time; all of them have returned before the draft is left. MUST write nothing
+        when a chunk of that name is there. MUST keep the chunk from being swept until the draft is left. MUST leave no
+        chunk under its name that is not complete. MUST raise StoreError when it cannot be written.
         """
         ...
 

@@ -8,9 +8,11 @@ once, is left alone for a while, and is never the reason for anything else to st
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +33,8 @@ RETRY_S = 10.0
 ROUND_S = 0.05
 SESSIONS_MAX = 65536
 OVER = 1 << 32
+# Blocks are compressed and written by so many threads: one does less than a disk, and half the processors are others'.
+WRITERS_MAX = 8
 # How a session ends that nobody goes on with; anything else may be taken up elsewhere.
 ENDINGS = frozenset({"stop", "length"})
 
@@ -77,6 +81,7 @@ class Snapshotter:
         # Who has each session now, oldest first; an older owner's blocks may be somebody else's by now.
         self._owners: OrderedDict[SessionId, int] = OrderedDict()
         self._one_at_a_time = asyncio.Lock()
+        self._writers = ThreadPoolExecutor(writer_count(), thread_name_prefix="writer")
         self._failing_until = 0.0
         self._failing = False
 
@@ -198,7 +203,9 @@ class Snapshotter:
             sums = list(self._sums.get(owner, covered.table.generation, pool.sum_kind))
             try:
                 async with _draft(self._store) as draft:
-                    names = await asyncio.to_thread(_put_blocks, draft, pool, covered, written.names, sums)
+                    names = await asyncio.to_thread(
+                        _put_blocks, draft, self._writers, pool, covered, written.names, sums
+                    )
                     coverage.check_unchanged(reader, covered)
                     self._sources.check_untouched(path)
                     manifest = _manifest(reader, pool, covered, names)
@@ -253,7 +260,14 @@ async def _draft(store: Store) -> AsyncIterator[Draft]:
             await asyncio.to_thread(stack.close)
 
 
-def _put_blocks(draft: Draft, pool: Pool, covered: Covered, known: list[str], sums: list[int]) -> list[str]:
+def writer_count() -> int:
+    """How many threads write snapshots on this machine."""
+    return max(1, min(WRITERS_MAX, (os.cpu_count() or 1) // 2))
+
+
+def _put_blocks(
+    draft: Draft, writers: ThreadPoolExecutor, pool: Pool, covered: Covered, known: list[str], sums: list[int]
+) -> list[str]:
     """Store the blocks of [0, kv_len) that are not stored yet, in a worker thread; returns all their names in order."""
     full = covered.kv_len // pool.layout.block_tokens
     blocks = covered.table.blocks[: -(-covered.kv_len // pool.layout.block_tokens)]
@@ -266,8 +280,9 @@ def _put_blocks(draft: Draft, pool: Pool, covered: Covered, known: list[str], su
             missing.append(ordinal)
     expected = [sums[ordinal] for ordinal in missing if ordinal < min(len(sums), full)]
     try:
-        for ordinal, raw in zip(missing, pool.gather([blocks[o] for o in missing], expected), strict=True):
-            names[ordinal] = draft.put_chunk(raw)
+        put = _put_all(draft, writers, pool.gather([blocks[o] for o in missing], expected))
+        for ordinal, name in zip(missing, put, strict=True):
+            names[ordinal] = name
     except BlockDamaged as damaged:
         raise MoverError(
             Reason.CHECKSUM,
@@ -275,6 +290,23 @@ def _put_blocks(draft: Draft, pool: Pool, covered: Covered, known: list[str], su
         ) from damaged
     except PoolError as error:
         raise MoverError(Reason.POOL, f"session {covered.slot.session}: {error}") from error
+    return names
+
+
+def _put_all(draft: Draft, writers: ThreadPoolExecutor, raws: Iterator[bytes]) -> list[str]:
+    """Store blocks, a few at a time, and return their names in order; when this returns or raises, nobody writes."""
+    names: list[str] = []
+    running: deque[Future[str]] = deque()
+    try:
+        for raw in raws:
+            if len(running) > 2 * writer_count():
+                names.append(running.popleft().result())
+            running.append(writers.submit(draft.put_chunk, raw))
+        names += [putting.result() for putting in running]
+    finally:
+        for putting in running:
+            putting.cancel()
+        wait(running)
     return names
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -252,6 +253,40 @@ def test_a_read_only_folder_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="Permission denied"):
         DiskStore(tmp_path / "store")
     tmp_path.chmod(0o700)
+
+
+def test_threads_that_put_the_same_blocks_into_a_draft_write_each_once(root: Path) -> None:
+    files = FailingFiles(root)
+    store = DiskStore(root, files=files)
+    before = files.writes
+    with store.begin() as draft:
+        with ThreadPoolExecutor(8) as threads:
+            names = list(threads.map(draft.put_chunk, [block(n % 10) for n in range(200)]))
+        assert files.writes - before == 10
+        assert names == [draft.put_chunk(block(n % 10)) for n in range(200)]
+        draft.publish(snapshot_of(tuple(names[:10])))
+    assert store.sweep().chunks == 0
+    with store.begin() as draft, ThreadPoolExecutor(8) as threads:
+        list(threads.map(draft.put_chunk, [block(50 + n % 5) for n in range(100)]))
+        list(threads.map(draft.keep, names))
+    # What was not published is gone, each block of it, and nothing else is.
+    assert store.sweep().chunks == 0
+    assert len(list(root.glob("chunks/*/*"))) == 10
+    assert store.figures().size_bytes == sum(path.stat().st_size for path in root.glob("[cs]*/*/*"))
+    store.close()
+
+
+def test_a_block_that_one_thread_could_not_write_is_written_by_the_other(root: Path) -> None:
+    store = DiskStore(root, files=(files := FailingFiles(root)))
+    files.number = files.writes + 1
+    with store.begin() as draft, ThreadPoolExecutor(2) as threads:
+        putting = [threads.submit(draft.put_chunk, block(1)) for _ in range(2)]
+        errors = [one.exception() for one in putting]
+        assert sorted(type(error) for error in errors if error) == [StoreError]
+        [name] = [one.result() for one, error in zip(putting, errors, strict=True) if error is None]
+        draft.publish(snapshot_of((name,)))
+    assert store.get_chunk(name) == block(1)
+    store.close()
 
 
 def test_when_files_may_not_grow_the_store_says_so_and_lives(root: Path) -> None:
