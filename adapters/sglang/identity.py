@@ -82,7 +82,9 @@ def inexact(scheduler: Any) -> list[str]:
 
 def inexact_sampled() -> list[str]:
     """Why those that draw cannot; [] when they can, too."""
-    return [] if server_options().enable_deterministic_inference else ["random_state"]
+    options = server_options()
+    known = options.enable_deterministic_inference and options.sampling_backend == "pytorch"
+    return [] if known else ["random_state"]
 
 
 def _of_hooks() -> list[str]:

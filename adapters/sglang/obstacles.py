@@ -72,6 +72,8 @@ _RULES: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("micro_batches", _set("enable_two_batch_overlap")),
     ("overlap", lambda options: not options.disable_overlap_schedule),
     ("diffusion", _set("dllm_algorithm")),
+    # Draws in a way of its own where no request of a batch limits its choice.
+    ("on_policy", _set("rl_on_policy_target")),
     ("lora", lambda options: bool(options.enable_lora or options.lora_paths)),
     ("logits_processors", _set("enable_custom_logit_processor")),
     ("kv_quantization", _is_none_of("kv_cache_dtype", KV_DTYPES)),

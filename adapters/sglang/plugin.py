@@ -36,14 +36,16 @@ def register() -> None:
     if engine_version() not in TESTED_VERSIONS:
         log.warning("midstream: SGLang %s was not tested (%s were)", engine_version(), ", ".join(TESTED_VERSIONS))
     if multiprocessing.parent_process() is None:
-        from . import front_end
+        from . import draws, front_end
 
         draw_field()
         guarded(default=None)(front_end.install)()
+        guarded(default=None)(draws.install_in_front_end)()
         return
-    from . import pool, scheduler_hooks
+    from . import draws, pool, scheduler_hooks
 
     guarded(default=None)(pool.install)()
+    guarded(default=None)(draws.install_in_scheduler)()
     guarded(default=None)(scheduler_hooks.install)()
 
 

@@ -24,7 +24,7 @@ PERSON = {
 }
 LIST = 'root ::= "SELECT " column (", " column){5,12} " FROM t"\ncolumn ::= [a-z]{3,6}'
 PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.1}
-DRAWN = {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "min_p": 0.02}
+DRAWN = {"temperature": 0.9, "top_p": 0.9, "top_k": 40}
 
 
 def _chat(
@@ -62,7 +62,7 @@ FEATURES: tuple[Feature, ...] = (
     _chat("greedy"),
     _text("greedy, completions"),
     _text("prompt of token ids", list(range(1000, 1150))),
-    _chat("temperature, top_p, top_k, min_p", seed=5, **DRAWN),
+    _chat("temperature, top_p, top_k", seed=5, **DRAWN),
     _text("temperature, completions", seed=9, temperature=1),
     _chat("penalties", temperature=0.8, seed=6, **PENALTIES),
     _chat("penalties, greedy", **PENALTIES),

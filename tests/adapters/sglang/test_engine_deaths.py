@@ -40,7 +40,7 @@ async def test_whatever_was_asked_goes_on_after_the_scheduler_is_killed(
     cases = [
         Case(chat(STORY), cut=20),
         Case(chat("Describe a person as JSON.", max_tokens=80, response_format=person)),
-        Case(chat(STORY, seed=5, **DRAWN, **PENALTIES) | {"temperature": 0.9}),
+        Case(chat(STORY, seed=5, **DRAWN, **PENALTIES)),
         Case(completion(LONG_PROMPT) | {"temperature": 1, "seed": 7}, COMPLETIONS),
         Case(chat("Say hi.", min_tokens=40, max_tokens=50)),
         Case(completion(STORY), COMPLETIONS, stream=False),

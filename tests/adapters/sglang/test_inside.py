@@ -132,12 +132,69 @@ catch_up(orchestrator(plain), 0, [1, 2])
 
 HOOKS = """
 import os
-from midstream.adapters.sglang import front_end, marking, pool, scheduler_hooks
+from midstream.adapters.sglang import draws, front_end, marking, pool, scheduler_hooks
 from midstream.adapters import guard
 
 marking.draw_field()
 front_end.install(), pool.install(), scheduler_hooks.install()
+draws.install_in_scheduler(), draws.install_in_front_end()
 assert guard.missing == [], guard.missing
+"""
+
+
+DRAWS = """
+import types
+import torch
+from sglang.srt.layers import sampler
+from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
+from midstream.adapters import guard
+from midstream.adapters.sglang import draws
+
+draws.install_in_scheduler(), draws.install_in_front_end()
+by_rank = sampler.top_k_top_p_min_p_sampling_from_probs_torch
+torch.manual_seed(1)
+probs = torch.softmax(3 * torch.randn(40, 5000), -1)
+tied = probs[0].clone()
+tied[[4000, 17, 900]] = 0.2
+rows = {
+    "greedy": (1, 1.0), "plain": (TOP_K_ALL, 1.0), "top_k": (30, 1.0), "top_p": (TOP_K_ALL, 0.8), "both": (50, 0.9),
+}
+
+def draw(names, probs):
+    asked = [rows[name] for name in names]
+    if all(k <= 1 for k, _ in asked):
+        return probs.argmax(-1).tolist()
+    seeds = torch.tensor([7] * len(names))
+    positions = torch.tensor([33] * len(names))
+    if all(name == "plain" for name in names):
+        return sampler.sampling_from_probs_torch(probs, seeds, positions).tolist()
+    ks, ps = torch.tensor([k for k, _ in asked]), torch.tensor([p for _, p in asked])
+    return by_rank(probs, ks, ps, torch.zeros(len(names)), False, seeds, positions).tolist()
+
+seen = set()
+for row in [*probs, tied]:
+    alone = [draw([name], row[None])[0] for name in rows]
+    assert draw(list(rows), row.repeat(len(rows), 1)) == alone
+    assert draw([*rows, "plain"], row.repeat(len(rows) + 1, 1)) == [*alone, alone[1]]
+    seen.add(tuple(alone))
+assert len({by_token for _, by_token, *_ in seen}) > 10, "nothing was drawn"
+seeds, positions, all_of_them = torch.full((40,), 7), torch.full((40,), 33), torch.full((40,), TOP_K_ALL)
+ranked = by_rank.__wrapped__(probs, all_of_them, torch.ones(40), torch.zeros(40), False, seeds, positions)
+assert ranked.tolist() != sampler.sampling_from_probs_torch(probs, seeds, positions).tolist()
+assert guard.missing == []
+
+options = types.SimpleNamespace(enable_deterministic_inference=True)
+draws.server_options = lambda: options
+def refused(**params):
+    made = SamplingParams(**params)
+    try:
+        made.verify(5000)
+    except ValueError as error:
+        return str(error)
+    return ""
+assert "top_p" in refused(min_p=0.1) and not refused(top_p=0.9) and "min_p" in refused(min_p=3.0)
+options.enable_deterministic_inference = False
+assert not refused(min_p=0.1)
 """
 
 
@@ -269,6 +326,7 @@ asyncio.run(main())
         pytest.param(HELD_PAGES, id="a page that is held is in no free list"),
         pytest.param(PENALTIES, id="outputs count as if they had come one by one"),
         pytest.param(HOOKS, id="every hook fits"),
+        pytest.param(DRAWS, id="a request is drawn for as if it were alone"),
         pytest.param(FRONT_END, id="the marker goes in and token ids come out"),
     ],
 )

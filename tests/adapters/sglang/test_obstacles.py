@@ -31,6 +31,7 @@ OPTIONS = {
     "micro_batches": {"enable_two_batch_overlap": True},
     "overlap": {"disable_overlap_schedule": False},
     "diffusion": {"dllm_algorithm": "x"},
+    "on_policy": {"rl_on_policy_target": "fsdp"},
     "lora": {"enable_lora": True},
     "logits_processors": {"enable_custom_logit_processor": True},
     "kv_quantization": {"kv_cache_dtype": "fp8_e4m3"},
