@@ -1,7 +1,7 @@
 """A simulated mover: the rules of docs/formats.md over simulated pools, and faults of every kind.
 
-It takes sums of full blocks as they fill, copies block by block with pauses between, stores snapshots, answers each
-restore once, and goes on after its caller has lost interest, as the real one does.
+It takes sums of full blocks as they fill, copies block by block with pauses between, stores snapshots, keeps full
+blocks in memory, answers each restore once, and goes on after its caller has lost interest, as the real one does.
 """
 
 import asyncio
@@ -18,6 +18,9 @@ from midstream.sidecar.mover.protocol import MoverError, Reason, RestoreResult, 
 from .sim_engine import BLOCK_TOKENS, Cell, SimPool
 
 Block = list[Cell | None]
+# As docs/formats.md has it: these say that the KV is no good where it was looked for.
+UNFIT = frozenset({Reason.CHECKSUM, Reason.POOL, Reason.FINISHED, Reason.SESSION, Reason.CORRUPT})
+ANSWER_LATER_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +38,22 @@ class Snapshot:
 class SimMover:
     """`pool_of` finds the pool of an arena, or None when nobody holds it any more."""
 
-    def __init__(self, rng: random.Random, pool_of: Callable[[Path], SimPool | None], fault_rate: float) -> None:
+    def __init__(
+        self,
+        rng: random.Random,
+        pool_of: Callable[[Path], SimPool | None],
+        fault_rate: float,
+        keeping: random.Random | None = None,
+    ) -> None:
         self._rng = rng
         self._pool_of = pool_of
         self._fault_rate = fault_rate
         self._readers: dict[Path, ArenaReader] = {}
         self._sums: dict[tuple[Path, SessionId, int, int, int], Block] = {}
         self._store: dict[SessionId, Snapshot] = {}
+        # What is kept in memory, if anything is; `keeping` is the chance of it.
+        self._keeping = keeping
+        self._kept: dict[SessionId, Snapshot] = {}
         self._work: set[asyncio.Task[RestoreResult]] = set()
         self.finished: list[SessionId] = []
 
@@ -56,10 +68,11 @@ class SimMover:
         to_arena: Path,
         to_generation: int,
         deadline_s: float,
+        from_memory: bool = False,
     ) -> RestoreResult:
         await asyncio.sleep(self._rng.uniform(0, 0.01))
         self._maybe_unreachable()
-        work = asyncio.create_task(self._restore(session, source, to_arena, to_generation, deadline_s))
+        work = asyncio.create_task(self._restore(session, source, to_arena, to_generation, deadline_s, from_memory))
         self._work.add(work)
         work.add_done_callback(self._work.discard)
         return await asyncio.shield(work)
@@ -90,10 +103,21 @@ class SimMover:
             True, found.generation, found.prompt_len, found.prompt_hash, found.kv_len, len(found.outputs)
         )
 
+    async def kept(self, session: SessionId) -> StoredResult:
+        await asyncio.sleep(0.001)
+        self._maybe_unreachable()
+        found = self._kept.get(session)
+        if found is None:
+            return StoredResult(False)
+        return StoredResult(
+            True, found.generation, found.prompt_len, found.prompt_hash, found.kv_len, len(found.outputs)
+        )
+
     async def finish(self, session: SessionId, generation: int) -> None:
         self._maybe_unreachable()
         self.finished.append(session)
         self._store.pop(session, None)
+        self._kept.pop(session, None)
 
     # ---- what it does by itself
 
@@ -109,6 +133,8 @@ class SimMover:
             for ordinal in range(covered // BLOCK_TOKENS):
                 key = (arena, slot.session, slot.generation, table.generation, ordinal)
                 self._sums.setdefault(key, list(pool.blocks[table.blocks[ordinal]]))
+            if covered and self._keeping is not None and self._keeping.random() < 0.7:
+                self._keep(arena, reader, slot, covered // BLOCK_TOKENS)
             if store and covered and self._rng.random() < 0.5:
                 count = -(-covered // BLOCK_TOKENS)
                 self._store[slot.session] = Snapshot(
@@ -141,7 +167,13 @@ class SimMover:
     # ---- one restore
 
     async def _restore(
-        self, session: SessionId, source: tuple[Path, int] | None, to_arena: Path, generation: int, deadline_s: float
+        self,
+        session: SessionId,
+        source: tuple[Path, int] | None,
+        to_arena: Path,
+        generation: int,
+        deadline_s: float,
+        from_memory: bool,
     ) -> RestoreResult:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + deadline_s
@@ -151,14 +183,43 @@ class SimMover:
             began = loop.time()
             if self._rng.random() < self._fault_rate:
                 raise MoverError(self._rng.choice([Reason.CHECKSUM, Reason.INTERNAL, Reason.CORRUPT]), "a fault")
-            tokens = await self._copy(slot, source, to_arena, deadline)
+            tokens = await self._copy(slot, source, to_arena, deadline, from_memory)
         except (MoverError, ArenaError) as error:
-            if slot is not None and to_arena in self._readers:
+            reason = error.reason if isinstance(error, MoverError) else Reason.ARENA
+            unfit = reason in UNFIT and (source is not None or from_memory)
+            kept = self._kept.get(session) if unfit else None
+            if slot is not None and kept is not None:
+                loop.call_later(ANSWER_LATER_S, self._answer_later, slot, to_arena)
+            elif slot is not None and to_arena in self._readers:
                 self._readers[to_arena].answer(slot, LoadState.FAILED, 0)
-            reason = error.reason.value if isinstance(error, MoverError) else "arena"
-            return RestoreResult(False, reason=reason, error=str(error))
+            tokens = 0 if kept is None else kept.kv_len
+            return RestoreResult(False, reason=reason.value, error=str(error), kept_tokens=tokens)
         self._reader(to_arena).answer(slot, LoadState.DONE, tokens)
         return RestoreResult(True, tokens, seconds=loop.time() - began)
+
+    def _answer_later(self, slot: Slot, arena: Path) -> None:
+        """What an engine is told that nobody has left meanwhile."""
+        now = self._readers[arena].refresh(slot) if arena in self._readers else None
+        if now is not None and now.load is LoadState.WAITING:
+            self._readers[arena].answer(slot, LoadState.FAILED, 0)
+
+    def _keep(self, arena: Path, reader: ArenaReader, slot: Slot, count: int) -> None:
+        """Keep full blocks that are what they were when they filled; more of them, or those of a newer owner."""
+        pool, table = self._pool(arena), reader.table(slot)
+        blocks: list[Block] = []
+        for ordinal in range(count):
+            raw = list(pool.blocks[table.blocks[ordinal]])
+            if raw != self._sums.get((arena, slot.session, slot.generation, table.generation, ordinal)):
+                break
+            blocks.append(raw)
+        kv_len = len(blocks) * BLOCK_TOKENS
+        known = self._kept.get(slot.session)
+        if kv_len < slot.prompt_len or (known is not None and known.generation > slot.generation):
+            return
+        outputs = tuple(reader.journal(slot)[: kv_len - slot.prompt_len + 1])
+        self._kept[slot.session] = Snapshot(
+            slot.generation, slot.prompt_len, slot.prompt_hash, kv_len, outputs, tuple(blocks)
+        )
 
     async def _waiting(self, session: SessionId, arena: Path, generation: int, deadline: float) -> Slot:
         while asyncio.get_running_loop().time() < deadline:
@@ -170,14 +231,17 @@ class SimMover:
             await asyncio.sleep(0.003)
         raise MoverError(Reason.DESTINATION, "no room was made")
 
-    async def _copy(self, slot: Slot, source: tuple[Path, int] | None, to_arena: Path, deadline: float) -> int:
+    async def _copy(
+        self, slot: Slot, source: tuple[Path, int] | None, to_arena: Path, deadline: float, from_memory: bool
+    ) -> int:
         to = self._reader(to_arena)
         outputs = to.journal(slot)
         tokens = slot.prompt_len + len(outputs) - 1
         blocks = to.table(slot).blocks[: -(-tokens // BLOCK_TOKENS)]
         target = self._pool(to_arena)
         slow_s = self._rng.choice([0.0, 0.002, 0.2])
-        for ordinal, (block, raw) in enumerate(zip(blocks, self._blocks(slot, outputs, tokens, source), strict=True)):
+        raws = self._blocks(slot, outputs, tokens, source, from_memory)
+        for ordinal, (block, raw) in enumerate(zip(blocks, raws, strict=True)):
             now = self._reader(to_arena).refresh(slot)
             late = asyncio.get_running_loop().time() >= deadline
             if now is None or now.load is not LoadState.WAITING or now.state is not SlotState.LIVE or late:
@@ -196,12 +260,12 @@ class SimMover:
         return tokens
 
     def _blocks(
-        self, slot: Slot, outputs: list[int], tokens: int, source: tuple[Path, int] | None
+        self, slot: Slot, outputs: list[int], tokens: int, source: tuple[Path, int] | None, from_memory: bool
     ) -> list[Callable[[], Block]]:
         """How to get each block that is to be copied."""
         count = -(-tokens // BLOCK_TOKENS)
         if source is None:
-            stored = self._store.get(slot.session)
+            stored = (self._kept if from_memory else self._store).get(slot.session)
             if stored is None or stored.kv_len < tokens or list(stored.outputs[: len(outputs)]) != outputs:
                 raise MoverError(Reason.STORE, "nothing that fits is stored")
             return [lambda block=block: block for block in stored.blocks[:count]]  # type: ignore[misc]

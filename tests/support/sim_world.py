@@ -76,9 +76,14 @@ class World:
         self.told: Counter[str] = Counter()
         self._gone_on: dict[SessionId, set[int]] = {}
         self.broken: list[BaseException] = []
-        self.mover = SimMover(rng, self._pool_of, rng.choice([0.0, 0.0, 0.1, 0.4]))
+        keeping = random.Random(~seed)
+        keeps = keeping.random() < 0.5
+        fault_rate = rng.choice([0.0, 0.0, 0.1, 0.4])
+        self.mover = SimMover(rng, self._pool_of, fault_rate, keeping if keeps else None)
         self._stores = rng.random() < 0.4
         tiers = rng.choice([set(Tier), set(Tier), {Tier.HELD}, {Tier.IN_PLACE}, {Tier.DISK}, {Tier.NONE}])
+        if keeps and tiers == {Tier.NONE}:
+            tiers = {Tier.MEMORY}
         self.workers = Workers(let_go=self._let_go)
         self.coordinator = SidecarCoordinator(
             self.workers,
@@ -86,6 +91,7 @@ class World:
             Metrics(),
             CoordinatorSettings(TAKEOVER_TIMEOUT_S, load_timeout_s=0.5, tiers=frozenset(tiers)),
             stores=self._stores,
+            memory=self.mover if keeps else None,
         )
         self._machines = [self._machine(index) for index in range(rng.randint(1, 3))]
         self._clients = [self._client(index) for index in range(rng.randint(2, 7))]
