@@ -90,7 +90,7 @@ class _Daemon:
             ),
             suspect=self._suspect,
             stores=settings.store.dir is not None,
-            memory=self._mover_client if settings.tier1.bytes else None,
+            memory=self._mover_client if self._keeps_in_memory else None,
         )
 
     # ---- life
@@ -151,7 +151,7 @@ class _Daemon:
                 if epoch.arena_path is not None:
                     epoch.arena_path.unlink(missing_ok=True)
                     lifeline_of(epoch.arena_path).unlink(missing_ok=True)
-        if self._settings.tier1.bytes:
+        if self._keeps_in_memory:
             await asyncio.to_thread(self._holder.forget, MEMORY)
         if self._command is not None or not has_claimed_places(self._state):
             await self._holder.retire()
@@ -386,6 +386,11 @@ class _Daemon:
 
     # ---- mover
 
+    @property
+    def _keeps_in_memory(self) -> bool:
+        """Whether KV is copied into memory of the host."""
+        return self._settings.tier1.bytes > 0 and Tier.MEMORY in self._settings.restore.tiers.split(",")
+
     def _mover_command(self) -> list[str]:
         store = self._settings.store
         command = [
@@ -399,7 +404,7 @@ class _Daemon:
                 "--tail-every-tokens", str(store.tail_every_tokens),
             ]  # fmt: skip
         memory = self._settings.tier1
-        if memory.bytes:
+        if self._keeps_in_memory:
             tail = 0 if memory.tail == "never" else int(memory.tail)
             command += [
                 "--memory-bytes", str(memory.bytes), "--memory-bytes-per-s", str(memory.bandwidth),

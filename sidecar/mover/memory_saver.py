@@ -125,7 +125,7 @@ class MemorySaver:
         """A session is over, unless it is of a newer generation."""
         if self._owners.get(session, 0) <= generation:
             self._own(session, OVER)
-        self._tier.finish(session, generation)
+            self._tier.finish(session, generation)
 
     def behind(self) -> dict[str, int | float]:
         """What is to be copied and was not yet."""
@@ -206,13 +206,11 @@ class MemorySaver:
             return None
         owner = (path, slot.session, slot.generation)
         done = self._done.get(owner)
-        if done is not None and (self._has_all(owner, done) or time.monotonic() < done.not_before_s):
+        if done is not None and self._is_settled(owner, done, slot):
             return None
         covered = coverage.read(reader, slot)
         if done is None or done.table_generation != covered.table.generation:
             done = self._done[owner] = _Done(covered.table.generation)
-        if done.damaged:
-            return None
         block_tokens = pool.layout.block_tokens
         sums = self._sums.get(owner, covered.table.generation, pool.sum_kind)[: covered.kv_len // block_tokens]
         chain = self._tier.index.begin(story_of(_kv(reader, pool, slot)), slot.generation)
@@ -229,8 +227,15 @@ class MemorySaver:
             blocks += covered.table.blocks[count : count + 1]
         return _Due(done, chain, covered, first, blocks, known) if blocks else None
 
-    def _has_all(self, owner: Owner, done: _Done) -> bool:
-        """Whether nothing has filled, nothing was let go, and no tail is wanted: most looks end with that."""
+    def _is_settled(self, owner: Owner, done: _Done, slot: Slot) -> bool:
+        """Whether nothing can be done now: most looks end with that.
+
+        It is damaged, or has no room, or nothing has filled, nothing was let go, and no tail is wanted.
+        """
+        if done.damaged and done.table_generation == slot.table_generation:
+            return True
+        if time.monotonic() < done.not_before_s:
+            return True
         chain = self._tier.index.get(owner[1])
         kept = 0 if chain is None else len(chain.full)
         return not self._policy.tail_tokens and self._sums.length(owner) == done.blocks <= kept
@@ -254,6 +259,12 @@ class MemorySaver:
             done.blocks += 1
         # Blocks may have been let go meanwhile.
         done.blocks = min(done.blocks, len(chain.full))
+        for ordinal, kept in enumerate(chain.blocks[done.blocks :], done.blocks):
+            # Of an owner before, which had written more: this one may have gone on otherwise.
+            tokens = _tokens(covered, ordinal * pool.layout.block_tokens, kept.positions)
+            if any(one != other for one, other in zip(tokens, kept.tokens, strict=False)):
+                self._tier.index.cut(chain, ordinal)
+                return
 
     def _wants_tail(self, done: _Done, covered: Covered, summed: int, block_tokens: int) -> bool:
         every = self._policy.tail_tokens

@@ -16,7 +16,7 @@ from midstream.sidecar.mover.protocol import Reason
 from midstream.sidecar.mover.sources import Sources
 from midstream.sidecar.mover.suspects import Suspect
 from support.memory_rig import PROMPT, RECORD_BYTES, SLABS_PER_EXTENT, MemoryBench, memory_of, outputs, run, session
-from support.mover_rig import BLOCK_TOKENS, Processes, Worker
+from support.mover_rig import BLOCK_TOKENS, Processes, Worker, prompt_hash
 
 
 @pytest.fixture
@@ -398,6 +398,31 @@ async def test_kv_that_was_computed_anew_takes_the_place_of_what_was_kept(
     assert slot.inbox() == (LoadState.DONE, 16)
     place = old.layout.spans(8)[0][0], new.layout.spans(6)[0][0]
     assert old.view[place[0]] == new.view[place[1]]
+
+
+async def test_what_an_owner_before_wrote_beyond_the_cut_is_dropped_when_the_session_goes_on_otherwise(
+    tmp_path: Path, holder: HolderClient, old: Worker, new: Worker
+) -> None:
+    bench = MemoryBench(tmp_path, holder, memory_of(2), tail_tokens=1)
+    bench.watch(old, new)
+    run(old, 1, 12, [1, 2, 3, 4, 5])
+    await bench.turn(old)
+    assert bench.kept(1) == 17
+    # As many outputs were re-entered as have KV in two blocks; then other tokens came.
+    said = outputs(3)
+    slot = new.writer.admit(session(1), 2, len(PROMPT), prompt_hash(PROMPT), said)
+    assert slot is not None
+    slot.set_blocks([5, 6, 7, 8])
+    new.write([*PROMPT, *said], range(8), [5, 6, 7, 8])
+    slot.report(LoadState.DONE, 8, 0)
+    await bench.turn(new)
+    assert bench.kept(1) == 17
+    new.decode(slot, PROMPT, said, [5, 6, 7, 8], 999)
+    new.decode(slot, PROMPT, said, [5, 6, 7, 8], 998)
+    await bench.turn(new)
+    # The newest output has no KV yet: it is the one before that differs.
+    assert bench.kept(1) == 10
+    assert bench.tier.index.get(session(1)).outputs == [100, 101, 102, 999]  # type: ignore[union-attr]
 
 
 async def test_a_branch_takes_the_kv_of_its_parent(bench: MemoryBench, old: Worker, new: Worker) -> None:
