@@ -104,11 +104,16 @@ class MemoryArea:
 
     def give(self, slabs: Sequence[Slab]) -> None:
         """These are free: their records are cleared before anybody can write there."""
+        self.forget(slabs)
         for slab in slabs:
             extent = self._extent(slab)
-            self._clear(self._record_at(slab), record_bytes(extent.form[1]))
             heapq.heappush(extent.free, slab.index)
             self._count(extent, -1)
+
+    def forget(self, slabs: Sequence[Slab]) -> None:
+        """Nothing is known of their bytes any more, which are left as they are."""
+        for slab in slabs:
+            self._clear(self._record_at(slab), record_bytes(self._extent(slab).form[1]))
 
     def write(self, slab: Slab, record: Record) -> None:
         """The block in a slab is whole, and this is what it is."""

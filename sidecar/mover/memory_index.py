@@ -79,9 +79,10 @@ class Chain:
 
 
 class MemoryIndex:
-    """The chains of all sessions. `let_go` is told of slabs that are free."""
+    """The chains of all sessions. `let_go` is told of slabs that are free, `forget` of those that are read still."""
 
-    def __init__(self, let_go: Callable[[Sequence[Slab]], object]) -> None:
+    def __init__(self, forget: Callable[[Sequence[Slab]], object], let_go: Callable[[Sequence[Slab]], object]) -> None:
+        self._forget = forget
         self._let_go = let_go
         self._chains: dict[SessionId, Chain] = {}
         # In which order sessions were first seen: one that had to give way does not come back as a new one.
@@ -173,35 +174,41 @@ class MemoryIndex:
         free: list[Slab] = []
         # Of a session with two stories the newer one counts, and `begin` lets the other go.
         for story, by_ordinal in sorted(by_story.items(), key=lambda item: _newest(item[1])):
-            chain = self.begin(story, 0)
-            chain.left_s = now_s
-            before = story.root()
-            for ordinal in range(len(by_ordinal)):
-                fitting = [(r.positions, r.sequence, s, r) for s, r in by_ordinal.get(ordinal, ()) if _fits(before, r)]
-                if not fitting or (ordinal and chain.tail is not None):
-                    break
-                positions, _, slab, record = max(fitting, key=lambda item: item[:2])
-                before = record.chain
-                owner = record.generation, record.table_generation
-                kept = Kept(slab, owner, positions, record.kind, record.sum, record.chain, record.tokens)
-                chain.generation = max(chain.generation, record.generation)
-                if positions == story.form[1]:
-                    chain.full.append(kept)
-                else:
-                    chain.tail = kept
-            chain.wanted = len(chain.blocks)
-            used = {kept.slab for kept in chain.blocks}
+            full, tail = _longest(story, by_ordinal)
+            blocks = full if tail is None else [*full, tail]
+            used = {kept.slab for kept in blocks}
             free += [slab for records in by_ordinal.values() for slab, _ in records if slab not in used]
-            if not used:
-                self.drop(chain)
+            if blocks:
+                chain = self.begin(story, max(kept.owner[0] for kept in blocks))
+                chain.full, chain.tail, chain.wanted, chain.left_s = full, tail, len(blocks), now_s
         self._let_go(free)
         return len(free)
 
     def _free(self, chain: Chain, slabs: Sequence[Slab]) -> None:
         if chain.readers:
+            # Whoever reads has the bytes until he is done; a mover that starts must not find them.
+            self._forget(slabs)
             chain.waiting += slabs
         elif slabs:
             self._let_go(slabs)
+
+
+def _longest(story: Story, by_ordinal: dict[int, list[tuple[Slab, Record]]]) -> tuple[list[Kept], Kept | None]:
+    """The blocks of a story from the first one on, as far as each continues the one before it."""
+    full: list[Kept] = []
+    before = story.root()
+    for ordinal in range(len(by_ordinal)):
+        fitting = [(r.positions, r.sequence, s, r) for s, r in by_ordinal.get(ordinal, ()) if _fits(before, r)]
+        if not fitting:
+            break
+        positions, _, slab, record = max(fitting, key=lambda item: item[:2])
+        owner = record.generation, record.table_generation
+        kept = Kept(slab, owner, positions, record.kind, record.sum, record.chain, record.tokens)
+        if positions < story.form[1]:
+            return full, kept
+        full.append(kept)
+        before = record.chain
+    return full, None
 
 
 def _newest(by_ordinal: dict[int, list[tuple[Slab, Record]]]) -> tuple[int, int]:

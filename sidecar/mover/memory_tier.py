@@ -58,7 +58,7 @@ class MemoryTier:
         self._size_bytes = size_bytes
         self._mapped: MappedArea | None = None
         self._area: MemoryArea | None = None
-        self.index = MemoryIndex(self._freed)
+        self.index = MemoryIndex(self._forgotten, self._freed)
         self.figures = Figures()
         self._stop = threading.Event()
         # What was kept before is known, or that nothing was.
@@ -300,6 +300,10 @@ class MemoryTier:
             "tier1_sessions_evicted": figures.sessions_evicted,
             "tier1_restores": figures.restores,
         }
+
+    def _forgotten(self, slabs: Sequence[Slab]) -> None:
+        assert self._area is not None
+        self._area.forget(slabs)
 
     def _freed(self, slabs: Sequence[Slab]) -> None:
         assert self._area is not None
