@@ -91,6 +91,7 @@ def test_every_byte_of_header_and_records_that_falls_over_costs_blocks_and_nothi
         again = Kit(memory)
         found = again.told().get(chain.story, [])
         assert found == before[: len(found)]
+        assert Kit(memory).area.torn == 0, "what was torn is cleared"
         # Nothing is in use that is of no chain.
         assert again.area.slabs_used == len(found)
         lengths.add(len(found))
@@ -149,6 +150,22 @@ def test_blocks_of_another_session_key_or_prompt_are_no_part_of_a_chain() -> Non
         area.write(slab, Record(wrong, 1, 1, 1, 50, 4, own.kind, own.sum, own.chain, tokens))
         again = Kit(memory)
         assert again.told() == {chain.story: chain.full[:1]}
+
+
+def test_a_block_that_continues_other_tokens_is_no_part_of_a_chain() -> None:
+    kit, chain = filled()
+    other = [7, 8, 9, 10]
+    for tokens, digest in (
+        # Of the same session, after a block that held something else; and with other tokens than it says.
+        (tuple(block_tokens(3)), linked(linked(chain.before(2), other), block_tokens(3))),
+        ((7, 8, 9, 10), chain.full[3].chain),
+        (tuple(block_tokens(3)[:3]), linked(chain.before(3), block_tokens(3)[:3])),
+    ):
+        memory = bytearray(kit.memory)
+        area = MemoryArea(memoryview(memory))
+        slab = chain.full[3].slab
+        area.write(slab, Record(chain.story, 1, 1, 3, 50, 4, SumKind.XXH3, 1, digest, tokens))
+        assert Kit(memory).told() == {chain.story: chain.full[:3]}
 
 
 @pytest.mark.parametrize("positions", [0, 5])

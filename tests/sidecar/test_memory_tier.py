@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from midstream.session.arena import LoadState
+from midstream.session.arena import ArenaReader, LoadState
 from midstream.session.held import HolderClient
 from midstream.sidecar.mover.host_pool import HostPool
 from midstream.sidecar.mover.orders import Order
@@ -240,6 +240,33 @@ async def test_a_slab_that_was_damaged_is_found_and_what_is_before_it_still_serv
     assert again.inbox() == (LoadState.DONE, 12)
     await asyncio.sleep(0.3)
     assert slot.inbox() == (LoadState.FAILED, 0)
+
+
+async def test_what_was_to_be_told_later_is_told_to_nobody_else(bench: MemoryBench, old: Worker, new: Worker) -> None:
+    run(old, 1, 15, [1, 2, 3, 4, 5])
+    await bench.turn(old)
+    chain = bench.tier.index.get(session(1))
+    assert chain is not None
+    bench.memory[bench.area.offset(chain.full[3].slab)] ^= 4
+    slot = new.wait(session(1), PROMPT, outputs(12), [9, 8, 7, 6, 5])
+    assert not (await bench.restore(new, 1)).ok
+    slot.finish("abort")
+    # Its place in the arena is another session's, which waits there, too.
+    other = None
+    for number in range(2, 40):
+        other = new.writer.admit(session(number), 1, len(PROMPT), prompt_hash(PROMPT), outputs(3))
+        if other is None or other.index == slot.index:
+            break
+    assert other is not None
+    assert other.index == slot.index
+    other.set_blocks([20, 21, 22])
+    other.report(LoadState.WAITING, 0, 0)
+    reader = ArenaReader(new.arena)
+    [waiting] = [found for found in reader.slots() if found.session == session(number)]
+    reader.answer(waiting, LoadState.DONE, 8)
+    await asyncio.sleep(0.3)
+    assert other.inbox() == (LoadState.DONE, 8)
+    reader.close()
 
 
 async def test_an_engine_that_was_to_be_told_later_is_told_when_the_mover_ends(
