@@ -10,6 +10,7 @@ from ..contract import Beside, Capabilities, EngineAdapter, Launch, flag_value, 
 PAGE_SIZE = "64"
 SERVER_MODULE = "sglang.launch_server"
 # Health by itself would generate a token each time, which takes a second.
+_GRPC_PORT, _GRPC_OFFSET, _PORT_MAX = "SGLANG_GRPC_PORT", 10000, 65535
 _ENVIRON = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
 # Flags that ask for several engines behind one port.
 _SEVERAL = ("--dp-size", "--data-parallel-size", "--dp")
@@ -79,11 +80,19 @@ class SglangAdapter(EngineAdapter):
                     "apart; leave it out and have midstream start so many workers (--workers)"
                 )
         command = set_flag(set_flag(argv, "--port", str(port)), "--host", "127.0.0.1")
-        return Launch((*command, *_missing_flags(argv)), {**beside.environment(env), **_ENVIRON})
+        return Launch(
+            (*command, *_missing_flags(argv)), {**beside.environment(env), **_ENVIRON, **_grpc_port(port, env)}
+        )
 
     def attach(self, worker: str, state_dir: Path) -> Launch:
         env = {"MIDSTREAM_STATE_DIR": str(state_dir), "MIDSTREAM_WORKER": worker, **_ENVIRON}
         return Launch(_missing_flags(()), env)
+
+
+def _grpc_port(port: int, env: Mapping[str, str]) -> dict[str, str]:
+    """SGLang adds 10000 to its port for gRPC, also where nobody uses it, and ends where there is no such port."""
+    beyond = port + _GRPC_OFFSET > _PORT_MAX and _GRPC_PORT not in env
+    return {_GRPC_PORT: str(port - _GRPC_OFFSET)} if beyond else {}
 
 
 def _missing_flags(argv: Sequence[str]) -> tuple[str, ...]:

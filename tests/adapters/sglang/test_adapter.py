@@ -44,3 +44,10 @@ def test_health_costs_no_token_also_where_others_start_it() -> None:
 
 def test_what_changes_weights_or_memory_is_closed_to_clients() -> None:
     assert {"/flush_cache", "/update_weights_from_disk", "/pause_generation"} <= SglangAdapter().private_paths
+
+
+def test_a_high_port_has_a_port_for_grpc_too() -> None:
+    launch = SglangAdapter().start(COMMAND, 60001, BESIDE, {})
+    assert launch.env["SGLANG_GRPC_PORT"] == "50001"
+    assert SglangAdapter().start(COMMAND, 60001, BESIDE, {"SGLANG_GRPC_PORT": "7"}).env["SGLANG_GRPC_PORT"] == "7"
+    assert "SGLANG_GRPC_PORT" not in SglangAdapter().start(COMMAND, 4321, BESIDE, {}).env
