@@ -31,6 +31,9 @@ from .protocol import StoredResult
 ORPHANS_S = 600.0
 # A holder that was started anew does not have the area.
 KEEP_EVERY_S = 2.0
+# Memory that cannot be had, or a holder that is not there, is asked for again after so long, and ever later.
+AGAIN_S = 1.0
+AGAIN_S_MAX = 300.0
 # Who asks right after a start waits for the index this long.
 OPEN_S = 3.0
 
@@ -72,24 +75,34 @@ class MemoryTier:
 
     async def run(self) -> None:
         """Open it, and have the holder keep it, until cancelled."""
-        began = time.monotonic()
-        try:
-            if not await asyncio.to_thread(memory_map.is_kept, self._holder):
+        said, pause_s = False, AGAIN_S
+        while True:
+            try:
+                mapped = await self._opened()
+            except (PoolError, OSError, ValueError) as error:
+                if not said:
+                    _log.error("event=no_tier1 serving=on error=%s", error)
+                said = True
                 self._settled.set()
-            mapped = await asyncio.to_thread(memory_map.mapped_area, self._holder, self._size_bytes, self._stop)
-            area = await asyncio.to_thread(MemoryArea, mapped.view)
-        except (PoolError, OSError, ValueError) as error:
-            _log.error("event=no_tier1 serving=on error=%s", error)
+            else:
+                await self._kept_by_holder(mapped)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, AGAIN_S_MAX)
+
+    async def _opened(self) -> MappedArea:
+        """Make or find the memory, and go on with what is in it. Raises PoolError, OSError or ValueError."""
+        began = time.monotonic()
+        if not await asyncio.to_thread(memory_map.is_kept, self._holder):
             self._settled.set()
-            await asyncio.Event().wait()
-        else:
-            self.open(mapped, area)
-            _log.info(
-                "event=tier1_opened bytes=%d kept=%s sessions=%d blocks=%d torn=%d seconds=%.2f",
-                area.size_bytes, mapped.was_kept, len(self.index.chains), area.slabs_used, area.torn,
-                time.monotonic() - began,
-            )  # fmt: skip
-            await self._kept_by_holder(mapped)
+        mapped = await asyncio.to_thread(memory_map.mapped_area, self._holder, self._size_bytes, self._stop)
+        area = await asyncio.to_thread(MemoryArea, mapped.view)
+        self.open(mapped, area)
+        _log.info(
+            "event=tier1_opened bytes=%d kept=%s sessions=%d blocks=%d torn=%d seconds=%.2f",
+            area.size_bytes, mapped.was_kept, len(self.index.chains), area.slabs_used, area.torn,
+            time.monotonic() - began,
+        )  # fmt: skip
+        return mapped
 
     def close(self) -> None:
         """Nothing more is opened or pinned; what runs in a thread ends soon."""

@@ -173,6 +173,19 @@ async def test_memory_that_cannot_be_had_is_said_once_and_everything_else_goes_o
     assert "tier1.bytes" in processes.log()
 
 
+async def test_a_holder_that_comes_later_is_found(tmp_path: Path, old: Worker, processes: Processes) -> None:
+    assert processes.holder is not None
+    processes.holder.kill()
+    await asyncio.to_thread(processes.holder.wait)
+    processes.holder_path.unlink()
+    client = MoverClient(await asyncio.to_thread(processes.start_mover, *OPTIONS))
+    assert not (await client.kept(session(1))).found
+    await asyncio.to_thread(processes.start_holder)
+    await until(client, "tier1_bytes", SIZE)
+    assert processes.log().count("event=no_tier1") == 1
+    await client.close()
+
+
 async def test_with_another_size_it_begins_anew(processes: Processes, mover: MoverClient, old: Worker) -> None:
     run(old, 1, 11, [1, 2, 3, 4])
     await mover.watch(old.arena, "old")
