@@ -34,6 +34,7 @@ from .workers import Epoch, Worker, Workers
 _LOG = logging.getLogger("midstream.coordinator")
 
 HISTORY_MAX = 1000
+LOOK_EVERY_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +220,14 @@ class SidecarCoordinator:
     async def idle(self) -> None:
         """Returns when no session is in flight."""
         await self._idle.wait()
+
+    async def taken_up(self, *, within_s: float) -> None:
+        """Returns when no session is on its way into a worker any more, or when it takes too long."""
+        deadline = time.monotonic() + within_s
+        while any(r.tracker.state is SessionState.RESTORING for r in self._records.values()):
+            await asyncio.sleep(LOOK_EVERY_S)
+            if time.monotonic() > deadline:
+                return
 
     def states(self) -> dict[str, int]:
         """How many sessions are in which state."""

@@ -53,6 +53,9 @@ HANG_WATCH_S = 3.0
 # What the kernel may keep for a client that does not read; left to itself it would take 4 MB for each.
 SEND_BUFFER_BYTES = 256 * 1024
 STATUS_EVERY_S = 1.0
+# After a death: within the first its sessions have places, within the second most go on there.
+_PLACED_S = 0.1
+_TAKEN_UP_S = 3.0
 
 
 def run(settings: Settings, command: list[str] | None) -> int:
@@ -256,6 +259,10 @@ class _Daemon:
         """An arena and the command of one epoch."""
         assert self._adapter is not None
         assert self._command is not None
+        if number > 1:
+            # A start keeps a processor busy for long, and the last one's sessions are just being taken up elsewhere.
+            await asyncio.sleep(_PLACED_S)
+            await self._coordinator.taken_up(within_s=_TAKEN_UP_S)
         epoch = self._workers.begin_epoch(worker, number, await self._make_arena(worker, number))
         launch = self._adapter.start(self._command, _port_of(worker.url), self._beside(worker, epoch), os.environ)
         lifeline = None if epoch.arena_path is None else lifeline_of(epoch.arena_path)

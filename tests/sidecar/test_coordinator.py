@@ -1,6 +1,7 @@
 """The coordinator over real arenas: owners, places of KV, outcomes and refusals, one decision at a time."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -443,6 +444,30 @@ async def test_the_reason_of_a_failed_restore_is_waited_for_though_the_engine_wa
             await asyncio.sleep(0.01)
             (told,) = rig.told()["outcomes"]
     assert (told["outcome"], told["detail"]) == ("recomputed", "checksum")
+
+
+async def test_a_start_waits_for_sessions_that_are_being_taken_up_but_not_for_long(rig: Rig) -> None:
+    async def taken_up(within_s: float) -> float:
+        began = time.monotonic()
+        await rig.coordinator.taken_up(within_s=within_s)
+        return time.monotonic() - began
+
+    first = rig.start("w0")
+    placement = await rig.coordinator.admit(asked())
+    first.admit(placement, 1, 2)
+    second = rig.start("w1")
+    assert await taken_up(60) < 5
+    rig.die(first)
+    taken = await rig.over(placement, 1)
+    assert 0.05 <= await taken_up(0.05) < 5
+    waiting = asyncio.create_task(taken_up(60))
+    slot = second.admit(taken)
+    slot.report(LoadState.DONE, 6, 1)
+    slot.append_tokens([3])
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    rig.coordinator.resumed(asked(), taken, 0.1)
+    assert await waiting < 5
 
 
 async def test_an_outcome_is_told_only_when_its_engine_has_reported(rig: Rig) -> None:
