@@ -109,7 +109,10 @@ FEATURES: tuple[Feature, ...] = (
     _chat("ignore_eos", "Say hi.", ignore_eos=True),
     _chat("stop, include_stop_str_in_output", stop=[" was"], include_stop_str_in_output=True, min_tokens=24),
     _chat("stop_token_ids", stop_token_ids=[253, 260, 284, 288], min_tokens=24),
-    _chat("repetition_detection", ignore_eos=True, repetition_detection={"max_pattern_size": 30, "min_count": 5}),
+    _chat(
+        "repetition_detection", ignore_eos=True, max_tokens=60,
+        repetition_detection={"max_pattern_size": 30, "min_count": 8},
+    ),
     _chat("JSON schema", "Describe a person as JSON.", max_tokens=80, response_format=_schema(PERSON)),
     _chat("JSON object", "Describe a person as JSON.", response_format={"type": "json_object"}),
     _chat("regex", "Numbers.", structured_outputs={"regex": "([0-9]{3}-){12}"}),

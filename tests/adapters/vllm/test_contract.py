@@ -9,7 +9,7 @@ from midstream.adapters.vllm.adapter import VllmAdapter
 from midstream.session.marker import Marker
 from midstream.sidecar.environments import VLLM_ENVIRON
 from support.beside import EngineUnderTest
-from support.vllm_rig import BLOCK_TOKENS, START_S, vllm_command, whole_model
+from support.vllm_rig import BLOCK_TOKENS, START_S, vllm_command
 
 __all__ = ["beside", "fallen", "first", "mover", "standby"]
 
@@ -31,7 +31,7 @@ def engine() -> EngineUnderTest:
     """vLLM on the CPU with the demo's model."""
     return EngineUnderTest(
         WithoutEnd(),
-        tuple(vllm_command("--max-model-len", "2048", model=whole_model())),
+        tuple(vllm_command("--max-model-len", "2048")),
         VLLM_ENVIRON,
         model="smollm2",
         block_tokens=BLOCK_TOKENS,
