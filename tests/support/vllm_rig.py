@@ -180,7 +180,8 @@ class Rig:
         for session in told:
             [outcome] = session["outcomes"]
             assert outcome["outcome"] in outcomes, outcome
-            assert outcome["lag"] == 0, outcome
+            # Logprobs of what was journaled and not delivered died with the engine: it is computed again.
+            assert outcome["lag"] == 0 or any(case.body.get("logprobs") for case in cases), outcome
             if outcome["outcome"] == "exact":
                 assert outcome["kv_tokens_loaded"] > 0, outcome
                 assert outcome["tokens_recomputed"] == 1, outcome
