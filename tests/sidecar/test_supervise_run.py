@@ -355,7 +355,8 @@ def is_gone(descriptor: int) -> bool:
 async def test_sessions_are_told_of_a_death_at_once_and_the_next_start_waits_until_nothing_is_left(
     tmp_path: Path,
 ) -> None:
-    engine = Engine(core=HOLDING + LARGE + WAITING, after=HELD, lifeline=tmp_path / "1.lifeline")
+    policy = Policy(start_timeout_s=20, stop_timeout_s=5, restart_backoff_s=0.01, restarts_max=100, restarts_window_s=1)
+    engine = Engine(core=HOLDING + LARGE + WAITING, after=HELD, lifeline=tmp_path / "1.lifeline", policy=policy)
     gone: list[tuple[str, bool]] = []
     async with running(engine) as supervised:
         prepare = engine.prepare
