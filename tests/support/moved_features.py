@@ -184,7 +184,9 @@ def require_same(ran: Results, feature: Feature) -> None:
         # Nothing but the newest token's KV was computed again.
         for one in came_to:
             ended = one["tier"] == "journal" and one["tokens_recomputed"] == 0
-            assert ended or (one["tier"], one["tokens_recomputed"]) == (feature.tier, 1), case.outcomes
+            # Where the old owner ended within the move there may be only a snapshot left.
+            tiers = {feature.tier, "disk"} if len(came_to) < len(case.outcomes) else {feature.tier}
+            assert ended or (one["tier"] in tiers and one["tokens_recomputed"] == 1), case.outcomes
     if feature.tier == "disk":
         assert case.outcomes[0]["lag"] > 0, case.outcomes
     if feature.stream:
