@@ -54,7 +54,12 @@ class Answer:
     @property
     def whole(self) -> bool:
         """Whether it ended well and nothing was wrong with it."""
-        return self.done and self.error is None and not self.violations and bool(self.finish)
+        return self.sound and not self.violations
+
+    @property
+    def sound(self) -> bool:
+        """Whether it ended well with nothing wrong but half a character, which a model may write undisturbed."""
+        return self.done and self.error is None and not set(self.violations) - {HALF_A_CHARACTER} and bool(self.finish)
 
     def same_as(self, other: "Answer") -> bool:
         """Whether no reader could tell the two apart."""

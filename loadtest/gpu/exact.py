@@ -122,7 +122,7 @@ class Verdict:
 
 def judge(wanted: Sequence[Answer], got: Answer) -> str:
     """`identical`, `different`, `variance` (the undisturbed ones differ themselves) or `broken`."""
-    if not got.whole:
+    if not got.sound:
         return "broken"
     first = wanted[0]
     if any(not first.same_as(other) for other in wanted[1:]):
@@ -185,7 +185,7 @@ async def _kill(
         asked = questions(number, TOKENS_DISK if kind is Kind.DISK else TOKENS)
         undisturbed = [await _all(http, sidecar.url, asked) for _ in range(2)]
         for question, answer in zip(asked, undisturbed[0], strict=True):
-            if not answer.whole:
+            if not answer.sound:
                 raise EngineError(f"{question.name}: undisturbed, and not whole: {answer.error or answer.violations}")
         known = {s["session"] for s in await sidecar.sessions(http)}
         killing: list[asyncio.Task[None]] = []

@@ -16,7 +16,7 @@ import pytest
 
 from midstream.adapters.registry import adapter_for
 from midstream.adapters.vllm.adapter import KV_TRANSFER_CONFIG
-from midstream.loadtest.client import Answer
+from midstream.loadtest.client import HALF_A_CHARACTER, Answer
 from midstream.loadtest.gpu import __main__ as command
 from midstream.loadtest.gpu import copying, exact, fault
 from midstream.loadtest.gpu.engines import CONNECTOR, Engine, lives
@@ -122,6 +122,11 @@ def test_an_answer_is_judged_by_undisturbed_ones_that_agree() -> None:
     assert exact.judge(same, answer(1, 3)) == "different"
     assert exact.judge([answer(1, 2), answer(1, 3)], answer(1, 3)) == "variance"
     assert exact.judge(same, answer(1, done=False)) == "broken"
+    half = answer(1, 2)
+    half.violations.append(HALF_A_CHARACTER)
+    assert exact.judge([half, half], half) == "identical"
+    half.violations.append("a second role")
+    assert exact.judge([half, half], half) == "broken"
 
 
 def test_the_fault_is_found_as_a_plugin_and_does_nothing_unless_it_is_told_where(
