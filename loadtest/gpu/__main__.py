@@ -88,7 +88,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=570.0, help="seconds for all parts together")
     parser.add_argument("--rounds", type=int, default=5, help="overhead: pairs of runs for each variant")
     parser.add_argument("--scenes", default=gap.SCENES, help="gap: strategy:STREAMSxPROMPT_TOKENS, with commas")
-    parser.add_argument("--kills", default="kill,kill,fault,memory,memory,disk", help=f"exact: some of {', '.join(exact.Kind)}, in order")
+    kinds = ", ".join(exact.Kind)
+    parser.add_argument("--kills", default=exact.KILLS, help=f"exact: some of {kinds}, in order")
     parser.add_argument("--copy-sessions", type=int, default=32, help="copy: sessions of 4,000 tokens at once")
     options = parser.parse_args(arguments)
     if not 1 <= options.rounds <= 100 or options.limit <= 0 or not 1 <= options.copy_sessions <= 64:

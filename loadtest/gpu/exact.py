@@ -40,6 +40,7 @@ CUT_TOKENS = 40
 # A small model is fast: answers must last until somebody has read of a token and killed, or a snapshot was stored.
 TOKENS, TOKENS_DISK = 240, 1500
 SNAPSHOTS_S = 2.0
+KILLS = "kill,kill,fault,memory,memory,disk"
 PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.1}
 LONG = "The quick brown fox jumps over the lazy dog. " * 100
 
