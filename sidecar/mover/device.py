@@ -1,6 +1,7 @@
 """One GPU: a context, the kernels, and work that is sent to it. Calls block until the GPU has done what they ask.
 
-Owns the order on the card: parameters up, the blocks, answers down, all in one stream and one launch for many blocks.
+Owns the order on the card: what comes from the host and parameters up, the blocks, answers and what goes to the host
+down, all in one stream, waited for once, and one launch for many blocks.
 Invariant: when `run` returns or raises nothing of it runs any more, but for a DeviceFault, after which this process
 ends and nothing is trusted.
 """
@@ -64,6 +65,10 @@ class Job:
         return Job(self.sources[first:end], self.destinations[first:end], self.expected[first:end], self.in_place)
 
 
+# Bytes that cross the link: where they lie in this process's memory, where on the card, and how many.
+Pieces = Sequence[tuple[int, int, int]]
+
+
 class Device:
     """A GPU that this process uses. Open it with `Devices`."""
 
@@ -92,67 +97,39 @@ class Device:
         job: Job,
         urgency: Urgency,
         started: Callable[[], object] = lambda: None,
+        *,
+        up: Pieces = (),
+        down: Pieces = (),
     ) -> "array[int]":
         """Do a job; returns the sums that were found, of each block that is to be compared. Raises PoolError.
 
         A block that differs from its sum was copied all the same: it is not to be used. `started` is called when a
-        launch was sent and is waited for.
+        launch was sent and is waited for. Before the blocks are touched `up` is brought onto the card, and afterwards
+        `down` from it, in the same stream: nobody has to come back in between.
         """
         found = array("Q")
         with vram.current(self.ordinal), self._lanes.lane(urgency) as lane:
             for at in range(0, len(job.sources), BLOCKS_PER_LAUNCH):
-                found += self._launch(lane, source, destination, job.part(at, BLOCKS_PER_LAUNCH), started)
+                part, is_last = job.part(at, BLOCKS_PER_LAUNCH), at + BLOCKS_PER_LAUNCH >= len(job.sources)
+                link = (() if at else up, down if is_last else ())
+                found += self._launch(lane, source, destination, part, started, *link)
         return found
 
     @contextlib.contextmanager
-    def staging(self) -> Iterator[Twin]:
+    def staging(self, urgency: Urgency) -> Iterator[Twin]:
         """A staging area of one's own. Raises PoolError."""
-        with vram.current(self.ordinal), self._lanes.staging() as twin:
+        with vram.current(self.ordinal), self._lanes.staging(urgency) as twin:
             yield twin
 
-    def download(self, twin: Twin, size_bytes: int) -> None:
-        """Bring the first bytes of a staging area from the card. Raises DeviceFault."""
-        copy = self._calls.driver.cuMemcpyDtoHAsync
-        with vram.current(self.ordinal), self._lanes.lane(Urgency.BACKGROUND) as lane:
-            self._calls.do(copy(twin.address, twin.device_address, size_bytes, lane.stream), "copy from the card")
-            self._calls.wait(lane.stream, "copy from the card")
-
-    def upload(self, twin: Twin, size_bytes: int) -> None:
-        """Bring the first bytes of a staging area onto the card. Raises DeviceFault."""
-        copy = self._calls.driver.cuMemcpyHtoDAsync
-        with vram.current(self.ordinal), self._lanes.lane(Urgency.RESTORE) as lane:
-            self._calls.do(copy(twin.device_address, twin.address, size_bytes, lane.stream), "copy onto the card")
-            self._calls.wait(lane.stream, "copy onto the card")
-
-    def download_to(self, twin: Twin, pieces: Sequence[tuple[int, int, int]]) -> None:
-        """Bring pieces of a staging area into host memory: its address there, where it begins here, and its bytes.
-
-        Raises DeviceFault.
-        """
-        copy, what = self._calls.driver.cuMemcpyDtoHAsync, "copy from the card"
-        with vram.current(self.ordinal), self._lanes.lane(Urgency.BACKGROUND) as lane:
-            try:
-                for address, start, size_bytes in pieces:
-                    self._calls.do(copy(address, twin.device_address + start, size_bytes, lane.stream), what)
-            finally:
-                # Also when one was refused: the memory is others' then.
-                self._calls.wait(lane.stream, what)
-
-    def upload_from(
-        self, twin: Twin, pieces: Sequence[tuple[int, int, int]], started: Callable[[], object] = lambda: None
-    ) -> None:
-        """Bring pieces of host memory into a staging area, as `download_to` brings them back. Raises DeviceFault."""
-        copy, what = self._calls.driver.cuMemcpyHtoDAsync, "copy onto the card"
-        with vram.current(self.ordinal), self._lanes.lane(Urgency.RESTORE) as lane:
-            try:
-                for address, start, size_bytes in pieces:
-                    self._calls.do(copy(twin.device_address + start, address, size_bytes, lane.stream), what)
-                started()
-            finally:
-                self._calls.wait(lane.stream, what)
-
     def _launch(
-        self, lane: Lane, source: Side, destination: Side, job: Job, started: Callable[[], object]
+        self,
+        lane: Lane,
+        source: Side,
+        destination: Side,
+        job: Job,
+        started: Callable[[], object],
+        up: Pieces = (),
+        down: Pieces = (),
     ) -> "array[int]":
         self._calls.check()
         driver, do = self._calls.driver, self._calls.do
@@ -181,6 +158,8 @@ class Device:
         shape = (_count(source.planes.count), _count(source.planes.tiles))
         what = f"run {len(job.sources)} blocks"
         try:
+            for address, there, size_bytes in up:
+                do(driver.cuMemcpyHtoDAsync(there, address, size_bytes, lane.stream), "copy onto the card")
             do(driver.cuMemcpyHtoDAsync(on_card, lane.parameters.address, end, lane.stream), what)
             if job.destinations:
                 sides = (_pointer(source.address), planes, _pointer(destination.address), to_planes)
@@ -190,8 +169,10 @@ class Device:
                 arguments = (_pointer(source.address), planes, *shape, blocks, sums)
                 self._start("sum_blocks", lane, checked * parts, arguments)
             if checked:
-                down = (lane.parameters.address + places[2], on_card + places[2], checked * 8)
-                do(driver.cuMemcpyDtoHAsync(*down, lane.stream), what)
+                answers = (lane.parameters.address + places[2], on_card + places[2], checked * 8)
+                do(driver.cuMemcpyDtoHAsync(*answers, lane.stream), what)
+            for address, there, size_bytes in down:
+                do(driver.cuMemcpyDtoHAsync(address, there, size_bytes, lane.stream), "copy from the card")
             started()
         finally:
             # Also when the half of it was refused: the lane is for others then.

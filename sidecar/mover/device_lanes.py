@@ -3,12 +3,13 @@
 Owns their number and memory: per GPU URGENT_LANES + BACKGROUND_LANES lanes of LANE_BYTES, pinned and on the card, and
 at most STAGINGS areas of STAGING_BYTES, pinned and on the card, each made when it is first needed. Invariant: a lane is
 given back only when nothing of it runs any more; memory is let go of only after the driver has. Restores have the
-lanes that go first on the card.
+lanes that go first on the card, and the next staging area that is given back.
 """
 
 import ctypes
 import mmap
 import queue
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -58,6 +59,34 @@ class Lane:
     parameters: Twin
 
 
+class _Areas:
+    """Staging areas that are nobody's now; None is one that was not made yet."""
+
+    def __init__(self, count: int) -> None:
+        self._free: list[Twin | None] = [None] * count
+        self._changed = threading.Condition()
+        self._restores = 0
+
+    def take(self, urgency: Urgency) -> Twin | None:
+        """One of them, for restores first: who copies in the background would otherwise have it back at once."""
+        restores = urgency is Urgency.RESTORE
+        with self._changed:
+            self._restores += restores
+            try:
+                if not self._changed.wait_for(lambda: self._free and (restores or not self._restores), WAIT_S_MAX):
+                    raise _busy()
+                return self._free.pop()
+            finally:
+                self._restores -= restores
+                self._changed.notify_all()
+
+    def give(self, area: Twin | None) -> None:
+        """It is nobody's again."""
+        with self._changed:
+            self._free.append(area)
+            self._changed.notify_all()
+
+
 class Lanes:
     """All lanes and staging areas of a GPU. Its context must be current wherever something is taken. PoolError."""
 
@@ -87,9 +116,7 @@ class Lanes:
                 stream = calls.do(driver.cuStreamCreateWithPriority(flags, priority), "make a stream")
                 self._streams.append(stream)
                 lanes.put(Lane(stream, self._twin(LANE_BYTES)))
-        self._stagings: queue.Queue[Twin | None] = queue.LifoQueue()
-        for _ in range(STAGINGS):
-            self._stagings.put(None)
+        self._stagings = _Areas(STAGINGS)
 
     @contextmanager
     def lane(self, urgency: Urgency) -> Iterator[Lane]:
@@ -108,15 +135,15 @@ class Lanes:
             yield [taken.enter_context(self.lane(urgency)) for urgency in counts for _ in range(counts[urgency])]
 
     @contextmanager
-    def staging(self) -> Iterator[Twin]:
+    def staging(self, urgency: Urgency) -> Iterator[Twin]:
         """A staging area of one's own. Take it before a lane, so that nobody holds a lane while waiting for it."""
-        staging = _taken(self._stagings)
+        staging = self._stagings.take(urgency)
         try:
             if staging is None:
                 staging = self._twin(STAGING_BYTES)
             yield staging
         finally:
-            self._stagings.put(staging)
+            self._stagings.give(staging)
 
     def close(self) -> None:
         """Unpin and free everything; nothing may run in any lane."""
@@ -156,4 +183,8 @@ def _taken(queued: "queue.Queue[T]") -> T:
     try:
         return queued.get(timeout=WAIT_S_MAX)
     except queue.Empty:
-        raise PoolError(f"the GPU was busy for {WAIT_S_MAX:g} s; see what else runs on it") from None
+        raise _busy() from None
+
+
+def _busy() -> PoolError:
+    return PoolError(f"the GPU was busy for {WAIT_S_MAX:g} s; see what else runs on it")

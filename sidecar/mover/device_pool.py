@@ -19,7 +19,7 @@ from ...session import vram
 from ...session.errors import PoolError
 from ...session.layout import PoolLayout, PoolMeta
 from .device import Device, Devices, Job, Planes, Side, planes_of
-from .device_lanes import STAGING_BYTES, STAGINGS, URGENT_LANES, Urgency
+from .device_lanes import STAGING_BYTES, STAGINGS, URGENT_LANES, Twin, Urgency
 from .pools import BlockDamaged, Copied, Copies, HostBlocks, Pace, Pool, SumKind
 
 __all__ = ["DevicePool", "Devices", "open_device_pool"]
@@ -109,13 +109,11 @@ class DevicePool:
         step = STAGING_BYTES // size
         for at in range(0, len(blocks), step):
             job = Job(blocks[at : at + step], range(len(blocks[at : at + step])), expected[at : at + step])
-            with self._device.staging() as twin:
-                side = Side(twin.device_address, self._staged)
-                found = self._device.run(self._side(self._device), side, job, Urgency.BACKGROUND)
+            with self._device.staging(Urgency.BACKGROUND) as twin:
+                side, down = Side(twin.device_address, self._staged), _whole(twin, len(job.sources) * size)
+                found = self._device.run(self._side(self._device), side, job, Urgency.BACKGROUND, down=down)
                 damaged = _first_damaged(found, job.expected)
                 count = len(job.sources) if damaged is None else damaged
-                if count:
-                    self._device.download(twin, count * size)
                 # Copied out, so that nobody waits for the area while these are compressed and written.
                 raws = [bytes(twin.view[n * size : (n + 1) * size]) for n in range(count)]
             yield from raws
@@ -129,24 +127,23 @@ class DevicePool:
         step = STAGING_BYTES // size
         for at in range(0, len(blocks), step):
             part = blocks[at : at + step]
-            with self._device.staging() as twin:
+            with self._device.staging(Urgency.RESTORE) as twin:
                 for n, raw in enumerate(raws[at : at + step]):
                     twin.view[n * size : (n + 1) * size] = raw
-                self._device.upload(twin, len(part) * size)
-                side = Side(twin.device_address, self._staged)
+                side, up = Side(twin.device_address, self._staged), _whole(twin, len(part) * size)
                 job = Job(range(len(part)), part)
-                self._device.run(side, self._side(self._device), job, Urgency.RESTORE)
+                self._device.run(side, self._side(self._device), job, Urgency.RESTORE, up=up)
 
     def save(self, blocks: Sequence[int], to: HostBlocks) -> list[int]:
         """Gather blocks into staging areas, which sums them, and have each brought into host memory."""
 
         def bring(blocks: Sequence[int], to: HostBlocks) -> "array[int]":
-            with self._device.staging() as twin:
+            job = Job(blocks, range(len(blocks)), [0] * len(blocks))
+            runs = to.runs()
+            with self._device.staging(Urgency.BACKGROUND) as twin:
                 side = Side(twin.device_address, self._staged)
-                job = Job(blocks, range(len(blocks)), [0] * len(blocks))
-                found = self._device.run(self._side(self._device), side, job, Urgency.BACKGROUND)
-                self._device.download_to(twin, to.runs())
-            return found
+                down = [(address, twin.device_address + start, size_bytes) for address, start, size_bytes in runs]
+                return self._device.run(self._side(self._device), side, job, Urgency.BACKGROUND, down=down)
 
         return self._in_parts(blocks, to, bring)
 
@@ -154,11 +151,12 @@ class DevicePool:
         """Bring blocks from host memory into staging areas, and scatter them, which sums them."""
 
         def bring(blocks: Sequence[int], source: HostBlocks) -> "array[int]":
-            with self._device.staging() as twin:
-                self._device.upload_from(twin, source.runs(), started)
+            job = Job(range(len(blocks)), blocks, [0] * len(blocks))
+            runs = source.runs()
+            with self._device.staging(Urgency.RESTORE) as twin:
                 side = Side(twin.device_address, self._staged)
-                job = Job(range(len(blocks)), blocks, [0] * len(blocks))
-                return self._device.run(side, self._side(self._device), job, Urgency.RESTORE)
+                up = [(address, twin.device_address + start, size_bytes) for address, start, size_bytes in runs]
+                return self._device.run(side, self._side(self._device), job, Urgency.RESTORE, started, up=up)
 
         return self._in_parts(blocks, source, bring)
 
@@ -215,6 +213,11 @@ def _staged(layout: PoolLayout) -> Planes:
         spans.append((offset, layout.block_bytes, plane.size_bytes))
         offset += plane.size_bytes
     return planes_of(spans)
+
+
+def _whole(twin: Twin, size_bytes: int) -> list[tuple[int, int, int]]:
+    """The first bytes of a staging area, as one piece."""
+    return [(twin.address, twin.device_address, size_bytes)]
 
 
 def _joined(works: Sequence[Copies]) -> Job:
