@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -40,6 +40,7 @@ CUT_TOKENS = 40
 # A small model is fast: answers must last until somebody has read of a token and killed, or a snapshot was stored.
 TOKENS, TOKENS_DISK = 240, 1500
 SNAPSHOTS_S = 2.0
+UNDISTURBED, INTERRUPTED = ("first", "second"), "interrupted"
 KILLS = "kill,kill,fault,memory,memory,disk"
 PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.1}
 LONG = "The quick brown fox jumps over the lazy dog. " * 100
@@ -186,7 +187,7 @@ async def _kill(
     timeout = aiohttp.ClientTimeout(total=None, sock_read=ANSWER_S)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
         asked = questions(number, TOKENS_DISK if kind is Kind.DISK else TOKENS)
-        undisturbed = [await _all(http, sidecar.url, asked) for _ in range(2)]
+        undisturbed = [await _all(http, sidecar.url, asked, run) for run in UNDISTURBED]
         for question, answer in zip(asked, undisturbed[0], strict=True):
             if not answer.sound:
                 raise EngineError(f"{question.name}: undisturbed, and not whole: {answer.error or answer.violations}")
@@ -197,7 +198,7 @@ async def _kill(
             if not killing and len(answer.token_ids) >= CUT_TOKENS:
                 killing.append(asyncio.create_task(_lose(engines, kind, triggers, store, known, http)))
 
-        got = await _all(http, sidecar.url, asked, at_cut)
+        got = await _all(http, sidecar.url, asked, INTERRUPTED, at_cut)
         if not killing:
             raise EngineError(f"kill {number + 1}: no answer came to token {CUT_TOKENS}")
         await killing[0]
@@ -228,12 +229,18 @@ async def _begin_again(engines: Fleet, triggers: Mapping[str, Path]) -> None:
             await engines.begin_again(name)
 
 
-async def _all(http: aiohttp.ClientSession, url: str, asked: Sequence[Question], on_tokens: Any = None) -> list[Answer]:
-    """All of them at once."""
-    headers = {REPORT_HEADER: "1"}
-    return await asyncio.gather(
-        *(read_stream(http, url + q.path, dict(q.body), headers=headers, on_tokens=on_tokens) for q in asked)
-    )
+async def _all(
+    http: aiohttp.ClientSession, url: str, asked: Sequence[Question], run: str, on_tokens: Any = None
+) -> list[Answer]:
+    """All of them at once. None finds blocks of another run or question: a prompt of which a part is there already is
+    rounded otherwise.
+    """
+
+    def ask(question: Question) -> Awaitable[Answer]:
+        body = {**question.body, "cache_salt": f"{run}, {question.name}"}
+        return read_stream(http, url + question.path, body, headers={REPORT_HEADER: "1"}, on_tokens=on_tokens)
+
+    return await asyncio.gather(*map(ask, asked))
 
 
 async def _lose(
