@@ -13,9 +13,13 @@ from typing import Any
 import pytest
 
 from midstream.sidecar.plugin_path import engine_environ
-from support import forking
-from support.vllm_rig import PYTHON_VARIABLE as VLLM_PYTHON
-from support.vllm_rig import Rig, whole_model
+
+# Before any of it is imported: so that its assertions tell what they compared.
+pytest.register_assert_rewrite("support")
+
+from support import forking  # noqa: E402
+from support.vllm_rig import PYTHON_VARIABLE as VLLM_PYTHON  # noqa: E402
+from support.vllm_rig import Rig, whole_model  # noqa: E402
 
 VLLM = "vllm"
 _ENGINES = ("MIDSTREAM_TEST_TRANSFORMERS_PYTHON", VLLM_PYTHON)

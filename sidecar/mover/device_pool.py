@@ -28,7 +28,7 @@ __all__ = ["DevicePool", "Devices", "open_device_pool"]
 TOGETHER = 4
 # A look takes the card for a fraction of a millisecond, ten times a second, or a hundred times where there is more to
 # sum. A session of a few thousand tokens takes it for about half a millisecond, a whole step for a few.
-PACE = Pace(look_s=0.1, behind_s=0.01, look_bytes=1 << 30, step_bytes=8 << 30, together=TOGETHER, at_once=URGENT_LANES)
+PACE = Pace(look_s=0.1, behind_s=0.004, look_bytes=1 << 30, step_bytes=8 << 30, together=TOGETHER, at_once=URGENT_LANES)
 
 _log = logging.getLogger(__name__)
 

@@ -2,8 +2,9 @@
 
 Owns what is due and the share of the link. Invariants: a full block is kept only if it is equal to the sum that it had
 when it filled, and nothing after one that is not; what was copied is kept only if the session's table was the same
-afterwards, and no fault of a GPU came between. Falls behind rather than take more than its share, and counts by how
-much. Never the reason for anything else to stop.
+afterwards, and no fault of a GPU came between; a session's blocks are entered in order, whichever call comes back
+first. Falls behind rather than take more than its share, and counts by how much. Never the reason for anything else to
+stop.
 """
 
 import asyncio
@@ -32,11 +33,14 @@ from .snapshots import ENDINGS, OVER, SESSIONS_MAX
 from .sources import Sources, key_of
 from .sums import Owner, Sums
 
+# Where nothing was due, nothing is looked for again for so long.
 ROUND_S = 0.02
 # Where there is no room for a session, it is not looked at again for so long.
 NO_ROOM_S = 0.25
-# What one call copies: enough that a link is busy, and little enough that a copy never lasts long.
+# What one call copies: enough that a link is busy, and little enough that a copy never lasts long. While one is on the
+# link, what the one before has brought is entered, and the next one is looked for.
 BATCH_BYTES = 256 << 20
+AT_ONCE = 2
 
 _log = logging.getLogger(__name__)
 
@@ -51,10 +55,15 @@ class SavePolicy:
 
 @dataclass(slots=True)
 class _Done:
-    """How far a session was looked at, under one table; `damaged`: nothing of it is kept any more."""
+    """How far a session was looked at, under one table; `damaged`: nothing of it is kept any more.
+
+    The first `blocks` are kept, and of the first `sent` none is to be sent again; `calls` are those under way.
+    """
 
     table_generation: int
     blocks: int = 0
+    sent: int = 0
+    calls: int = 0
     kv_len: int = 0
     damaged: bool = False
     behind: int = 0
@@ -80,6 +89,10 @@ class _Due:
         return range(start, end if index < len(self.sums) else min(end, self.covered.kv_len))
 
 
+# What one call copies: of each session the blocks, and the room that there is for the first of them.
+_Batch = list[tuple[_Due, list[Slab]]]
+
+
 class MemorySaver:
     """Follows the watcher's sessions, one arena after the other."""
 
@@ -91,6 +104,8 @@ class MemorySaver:
         self._policy = policy
         self._live: dict[Path, list[Slot]] = {}
         self._done: dict[Owner, _Done] = {}
+        # From when on there is a share of the link again.
+        self._share_s = 0.0
         # Who has each session now, oldest first; an older owner's blocks may be somebody else's by now.
         self._owners: OrderedDict[SessionId, int] = OrderedDict()
 
@@ -147,49 +162,95 @@ class MemorySaver:
 
     async def run(self) -> None:
         """Copy what is due until cancelled."""
-        while True:
-            for path in list(self._live):
-                try:
-                    await self.turn(path)
-                except MoverError:
-                    # What is wrong with an arena or its pool the watcher says; what was copied is counted as dropped.
-                    continue
-                except Exception:
-                    self._counters.watch_errors += 1
-                    _log.exception("event=tier1_failed arena=%s", path)
-            await asyncio.sleep(ROUND_S)
+        running: list[asyncio.Task[int]] = []
+        try:
+            while True:
+                sent = False
+                for path in list(self._live):
+                    while len(running) >= AT_ONCE:
+                        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                        running = [call for call in running if not call.done()]
+                    await self._share()
+                    call = self._begin(path, running[-1] if running else None)
+                    if call is not None:
+                        running.append(call)
+                        sent = True
+                if not sent:
+                    await asyncio.sleep(ROUND_S)
+        finally:
+            for call in running:
+                call.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    def _begin(self, path: Path, before: "asyncio.Task[int] | None") -> "asyncio.Task[int] | None":
+        """A call under way for what is due in an arena, if anything is; `before` is the one that was begun last."""
+        try:
+            due = self._collect(path)
+        except MoverError:
+            # What is wrong with an arena or its pool the watcher says.
+            return None
+        except Exception:
+            self._failed(path)
+            return None
+        return asyncio.create_task(self._carried_out(path, due, before)) if due else None
+
+    async def _carried_out(self, path: Path, due: _Batch, before: "asyncio.Task[int] | None") -> int:
+        try:
+            return await self._save(path, due, before)
+        except MoverError:
+            # What was copied is counted as dropped.
+            return 0
+        except Exception:
+            self._failed(path)
+            return 0
+
+    def _failed(self, path: Path) -> None:
+        self._counters.watch_errors += 1
+        _log.exception("event=tier1_failed arena=%s", path)
 
     async def turn(self, path: Path) -> int:
         """Copy what is due in an arena, in one call; returns how many blocks are kept of it. Raises MoverError."""
+        due = self._collect(path)
+        if not due:
+            return 0
+        kept = await self._save(path, due, None)
+        await self._share()
+        return kept
+
+    async def _share(self) -> None:
+        """Wait until there is a share of the link again."""
+        pause_s = self._share_s - time.monotonic()
+        if pause_s > 0:
+            await asyncio.sleep(pause_s)
+
+    def _collect(self, path: Path) -> _Batch:
+        """What one call is to copy of an arena, and room for it; all of it is under way from then on. MoverError."""
         slots, pool = self._live.get(path, []), self._sources.mapped(path)
         # Asked also while there is no session yet: the first one must not wait until the area is pinned.
         if pool is None or not self._sources.is_untouched(path) or not self._tier.ready_for(pool) or not slots:
-            return 0
+            return []
         reader = self._sources.reader(path)
         left = max(1, min(BATCH_BYTES, self._policy.bytes_per_s) // pool.layout.block_bytes)
-        due: list[tuple[_Due, list[Slab]]] = []
+        due: _Batch = []
         for slot in self._by_need(path, slots):
             try:
                 found = self._look(path, reader, pool, slot, left)
             except MoverError:
                 # It ended, or was given other blocks, while it was looked at; the next turn sees what it is now.
                 continue
-            slabs = self._tier.room(found.chain, len(found.blocks)) if found is not None else []
+            slabs = self._tier.room(found.chain, found.first, len(found.blocks)) if found is not None else []
             if found is not None and slabs:
                 due.append((found, slabs))
+                found.done.sent = found.first + min(len(slabs), len(found.sums))
+                found.done.calls += 1
                 left -= len(slabs)
             elif found is not None:
                 found.done.not_before_s = time.monotonic() + NO_ROOM_S
             if left <= 0:
                 break
-        if not due:
-            return 0
-        began = time.monotonic()
-        copied, kept = await self._save(path, reader, pool, due)
-        pause_s = copied * pool.layout.block_bytes / self._policy.bytes_per_s - (time.monotonic() - began)
-        if pause_s > 0:
-            await asyncio.sleep(pause_s)
-        return kept
+        size_bytes = pool.layout.block_bytes * sum(len(slabs) for _, slabs in due)
+        self._share_s = max(self._share_s, time.monotonic()) + size_bytes / self._policy.bytes_per_s
+        return due
 
     def _by_need(self, path: Path, slots: Sequence[Slot]) -> list[Slot]:
         """Those that have waited longest first, so that nobody is left behind for good."""
@@ -221,7 +282,8 @@ class MemorySaver:
         if done.blocks < len(sums) and not done.behind:
             done.behind_since_s = time.monotonic()
         done.behind = len(sums) - done.blocks
-        first, count = done.blocks, min(len(sums), done.blocks + count_max)
+        first = max(done.sent, done.blocks)
+        count = min(len(sums), first + count_max)
         blocks, known = covered.table.blocks[first:count], tuple(sums[first:count])
         if self._wants_tail(done, covered, len(sums), block_tokens) and len(known) == done.behind < count_max:
             blocks += covered.table.blocks[count : count + 1]
@@ -230,7 +292,7 @@ class MemorySaver:
     def _is_settled(self, owner: Owner, done: _Done, slot: Slot) -> bool:
         """Whether nothing can be done now: most looks end with that.
 
-        It is damaged, or has no room, or nothing has filled, nothing was let go, and no tail is wanted.
+        It is damaged, or has no room, or what has filled was sent, nothing was let go, and no tail is wanted.
         """
         if done.damaged and done.table_generation == slot.table_generation:
             return True
@@ -238,7 +300,8 @@ class MemorySaver:
             return True
         chain = self._tier.index.get(owner[1])
         kept = 0 if chain is None else len(chain.full)
-        return not self._policy.tail_tokens and self._sums.length(owner) == done.blocks <= kept
+        is_sent = self._sums.length(owner) == max(done.sent, done.blocks)
+        return not self._policy.tail_tokens and is_sent and done.blocks <= kept
 
     def _confirm(self, done: _Done, chain: Chain, covered: Covered, sums: Sequence[int], pool: Pool) -> None:
         """Go past blocks that are kept already, as they were under an owner before; drop what is kept of another KV."""
@@ -268,38 +331,57 @@ class MemorySaver:
 
     def _wants_tail(self, done: _Done, covered: Covered, summed: int, block_tokens: int) -> bool:
         every = self._policy.tail_tokens
+        # One that is under way may be this very tail.
+        if not every or done.calls:
+            return False
         has_tail = covered.kv_len % block_tokens and covered.kv_len // block_tokens == summed
-        return bool(every and has_tail and covered.kv_len - done.kv_len >= every)
+        return bool(has_tail and covered.kv_len - done.kv_len >= every)
 
-    async def _save(
-        self, path: Path, reader: ArenaReader, pool: Pool, due: Sequence[tuple[_Due, list[Slab]]]
-    ) -> tuple[int, int]:
-        """Copy blocks of several sessions in one call; how many were copied, and kept."""
-        blocks = [block for one, given in due for block in one.blocks[: len(given)]]
-        slabs = [slab for _, given in due for slab in given]
-        copying = asyncio.ensure_future(
-            asyncio.to_thread(pool.save, blocks, self._tier.host_blocks(slabs, pool.layout.block_bytes))
-        )
+    async def _save(self, path: Path, due: _Batch, before: "asyncio.Task[int] | None") -> int:
+        """Copy blocks of several sessions in one call; how many are kept. MoverError after a fault of a GPU."""
+        kept = 0
         try:
-            found = await asyncio.shield(copying)
+            found = await self._copied(path, due)
+            if before is not None:
+                await asyncio.wait({before})
+            # Looked at last: what was copied before a fault is dropped, too.
             self._sources.check_untouched(path)
-        except (PoolError, MoverError) as error:
-            self._tier.give_back(slabs)
-            self._tier.figures.blocks_dropped += len(blocks)
-            if isinstance(error, MoverError):
-                raise
+            reader, pool = self._sources.reader(path), self._sources.mapped(path)
+            at = 0
+            while due and pool is not None:
+                one, given = due[0]
+                kept += self._keep(reader, pool, one, given, found[at : at + len(given)])
+                at += len(given)
+                del due[0]
+        except PoolError as error:
             _log.warning("event=tier1_not_copied arena=%s error=%s", path, error)
-            return len(blocks), 0
+        finally:
+            # What was not entered, for whatever reason.
+            for one, given in due:
+                self._drop(one, given, 0)
+        return kept
+
+    async def _copied(self, path: Path, due: _Batch) -> Sequence[int]:
+        """Have blocks copied; never returns before the thread has let go of the memory. Raises PoolError."""
+        pool = self._sources.mapped(path)
+        if pool is None:
+            raise PoolError(f"arena {path} was let go of")
+        blocks = [block for one, given in due for block in one.blocks[: len(given)]]
+        places = self._tier.host_blocks([slab for _, given in due for slab in given], pool.layout.block_bytes)
+        copying = asyncio.ensure_future(asyncio.to_thread(pool.save, blocks, places))
+        try:
+            return await asyncio.shield(copying)
         except asyncio.CancelledError:
-            # The memory is a worker thread's until then.
             await asyncio.wait({copying})
-            self._tier.give_back(slabs)
             raise
-        kept = at = 0
-        for one, given in due:
-            kept += self._keep(reader, pool, one, given, found[at : at + len(given)])
-            at += len(given)
-        return len(blocks), kept
+
+    def _drop(self, due: _Due, slabs: Sequence[Slab], kept: int) -> None:
+        """All but the first `kept` blocks of what was sent for a session are not kept; they may be sent again."""
+        due.done.calls -= 1
+        if kept < len(slabs):
+            due.done.sent = due.done.blocks
+            self._tier.figures.blocks_dropped += len(slabs) - kept
+            self._tier.give_back(slabs[kept:])
 
     def _keep(self, reader: ArenaReader, pool: Pool, due: _Due, slabs: Sequence[Slab], found: Sequence[int]) -> int:
         """Enter what was copied for a session, as far as it is what it should be; the rest is given back."""
@@ -314,8 +396,7 @@ class MemorySaver:
         else:
             # It is looked at anew, from where its chain is then.
             due.done.blocks = 0
-        self._tier.figures.blocks_dropped += len(slabs) - kept
-        self._tier.give_back(slabs[kept:])
+        self._drop(due, slabs, kept)
         return kept
 
     def _enter(self, pool: Pool, due: _Due, slabs: Sequence[Slab], found: Sequence[int]) -> int:

@@ -225,15 +225,15 @@ class MemoryTier:
             self._pinned = True
             _log.info("event=tier1_pinned bytes=%d seconds=%.2f", len(mapped.view), time.monotonic() - began)
 
-    def room(self, chain: Chain, count: int) -> list[Slab]:
-        """Room for blocks of a chain, or for as many as there is when all that are worth less have gone.
+    def room(self, chain: Chain, ordinal: int, count: int) -> list[Slab]:
+        """Room for blocks of a chain from `ordinal` on, or for as many as there is when all of less worth have gone.
 
         None for a session that begins, if what it has already would not fit: little of it is of little use.
         """
         area, form = self._area, chain.story.form
         assert area is not None
         free, victims = area.free(form), self.index.victims(chain)
-        if not chain.full and chain.wanted > free:
+        if not ordinal and chain.wanted > free:
             able = sum(len(victim.blocks) for victim in victims if victim.story.form == form)
             if chain.wanted > free + able:
                 return []

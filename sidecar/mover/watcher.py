@@ -74,6 +74,8 @@ class Watcher:
         self._live: dict[Path, dict[Owner, Slot]] = {}
         self._not_before: dict[Owner, float] = {}
         self._next_look: dict[Path, float] = {}
+        # Where the last look has left something over.
+        self._behind: set[Path] = set()
         # Nothing fills any more in the arena of a writer that is dead.
         self._sealed: set[Path] = set()
         self._unprepared: dict[Path, tuple[float, Reason]] = {}
@@ -98,6 +100,7 @@ class Watcher:
             self._not_before.pop(owner, None)
         self._trouble.pop(path, None)
         self._next_look.pop(path, None)
+        self._behind.discard(path)
         self._sealed.discard(path)
         self._unprepared.pop(path, None)
         return self._workers.pop(path, None) is not None
@@ -120,7 +123,12 @@ class Watcher:
                     _log.exception("event=watch_failed arena=%s", path)
                 else:
                     self._trouble.pop(path, None)
-            await asyncio.sleep(self._poll_s)
+            await asyncio.sleep(self._pause_s())
+
+    def _pause_s(self) -> float:
+        """Until the next turn: sooner where a pool has a shorter pause and something is left over."""
+        soonest = min((self._next_look.get(path, 0.0) for path in self._behind), default=float("inf"))
+        return min(self._poll_s, max(soonest - time.monotonic(), 0.0))
 
     async def turn(self, path: Path) -> None:
         """Look at an arena once: sum what has filled, and tell of sessions that ended. Raises MoverError."""
@@ -189,28 +197,38 @@ class Watcher:
             return
         pool = await self._sources.pool(path)
         blocks_max = max(1, pool.pace.look_bytes // pool.layout.block_bytes)
-        due, room = [], self._sums.room
+        due, count, room = [], 0, self._sums.room
         for owner, slot in ready:
+            # With a pace there is one call a look, so what is beyond that is not looked at now.
+            if pool.pace.look_s and count >= blocks_max:
+                break
             try:
                 found = self._due(owner, reader, slot, pool, tail=False, count_max=min(room, blocks_max))
             except MoverError:
                 # It ended, or was given other blocks, while it was looked at; the next turn sees what it is now.
                 continue
             room -= len(found.blocks)
+            count += len(found.blocks)
             if found.blocks:
                 due.append(found)
             else:
                 self._wait(found, pool)
-        batches = list(_batches(due, blocks_max))
-        for batch in batches:
+        self._behind.discard(path)
+        for batch in _batches(due, blocks_max):
             kept = await self._sum(reader, pool, batch, sealing=False)
             for found in kept:
                 self._wait(found, pool)
             if pool.pace.look_s:
                 # One call and then a pause, a short one if it was not all; what is left has its turn after that.
-                whole = len(batches) == 1 and sum(len(found.blocks) for found in kept) < blocks_max
-                self._next_look[path] = time.monotonic() + (pool.pace.look_s if whole else pool.pace.behind_s)
+                self._paced(path, pool, whole=count < blocks_max)
                 return
+
+    def _paced(self, path: Path, pool: Pool, *, whole: bool) -> None:
+        """A look was taken; when the next one may be."""
+        pause_s = pool.pace.look_s if whole else pool.pace.behind_s
+        self._next_look[path] = time.monotonic() + pause_s
+        if not whole and path in self._workers:
+            self._behind.add(path)
 
     def _due(self, owner: Owner, reader: ArenaReader, slot: Slot, pool: Pool, *, tail: bool, count_max: int) -> _Due:
         """What has no sum yet of a session's blocks, full ones or all. Raises MoverError."""
