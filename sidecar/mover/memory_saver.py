@@ -282,6 +282,9 @@ class MemorySaver:
         if done.blocks < len(sums) and not done.behind:
             done.behind_since_s = time.monotonic()
         done.behind = len(sums) - done.blocks
+        if not done.calls:
+            # Of what was kept some may have been let go.
+            done.sent = done.blocks
         first = max(done.sent, done.blocks)
         count = min(len(sums), first + count_max)
         blocks, known = covered.table.blocks[first:count], tuple(sums[first:count])

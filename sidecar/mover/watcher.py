@@ -24,6 +24,8 @@ from .sources import ARENAS_MAX, Sources
 from .sums import Owner, Sums
 
 POLL_S = 0.02
+# Also where a look has left something over, others get their turn.
+POLL_S_MIN = 0.001
 # A session is looked at again when it could have filled its block at this pace, and in any case after LOOK_S_MAX.
 TOKEN_S = 0.002
 LOOK_S_MAX = 0.25
@@ -128,7 +130,7 @@ class Watcher:
     def _pause_s(self) -> float:
         """Until the next turn: sooner where a pool has a shorter pause and something is left over."""
         soonest = min((self._next_look.get(path, 0.0) for path in self._behind), default=float("inf"))
-        return min(self._poll_s, max(soonest - time.monotonic(), 0.0))
+        return min(self._poll_s, max(soonest - time.monotonic(), POLL_S_MIN))
 
     async def turn(self, path: Path) -> None:
         """Look at an arena once: sum what has filled, and tell of sessions that ended. Raises MoverError."""
@@ -172,6 +174,7 @@ class Watcher:
             sealed += sum(len(found.blocks) for found in await self._sum(reader, pool, batch, sealing=True))
         if path in self._workers:
             self._sealed.add(path)
+            self._behind.discard(path)
         return sealed
 
     async def _prepare(self, path: Path) -> None:
@@ -193,6 +196,8 @@ class Watcher:
         """Sum the blocks of an arena that have filled."""
         now = time.monotonic()
         ready = [(owner, slot) for owner, slot in live.items() if self._not_before.get(owner, 0.0) <= now]
+        if not ready:
+            self._behind.discard(path)
         if not ready or now < self._next_look.get(path, 0.0):
             return
         pool = await self._sources.pool(path)
@@ -267,6 +272,7 @@ class Watcher:
 
     def _stumbled(self, path: Path, error: MoverError) -> None:
         self._counters.watch_errors += 1
+        self._behind.discard(path)
         # Only a change is news: an engine that is still starting has no pool for a minute.
         if self._trouble.get(path) is not error.reason:
             self._trouble[path] = error.reason

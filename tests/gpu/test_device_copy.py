@@ -14,7 +14,8 @@ import pytest
 from midstream.session import vram
 from midstream.session.errors import PoolError
 from midstream.session.layout import Plane, PoolLayout, PoolMeta, cuda_memory
-from midstream.sidecar.mover.device import Devices
+from midstream.sidecar.mover.device import Devices, Job
+from midstream.sidecar.mover.device_lanes import Urgency
 from midstream.sidecar.mover.device_pool import DevicePool, open_device_pool
 from midstream.sidecar.mover.device_sum import reference_sum
 from midstream.sidecar.mover.pools import BlockDamaged, Copied, Copies
@@ -247,10 +248,12 @@ def test_blocks_go_to_host_memory_and_back_at_the_speed_of_the_link(make: Make) 
     device = one.pool._device
     blocks = list(range(32))
     raws = list(one.pool.gather(blocks, []))
-    with device.staging() as twin:
+    side, one_block = one.pool._side(device), Job([0], expected=[0])
+    with device.staging(Urgency.BACKGROUND) as twin:
         size = len(twin.view)
-        down = _rate(one, lambda: device.download(twin, size), size // one.layout.block_bytes)
-        up = _rate(one, lambda: device.upload(twin, size), size // one.layout.block_bytes)
+        whole, count = [(twin.address, twin.device_address, size)], size // one.layout.block_bytes
+        down = _rate(one, lambda: device.run(side, side, one_block, Urgency.BACKGROUND, down=whole), count)
+        up = _rate(one, lambda: device.run(side, side, one_block, Urgency.RESTORE, up=whole), count)
     out = _rate(one, lambda: list(one.pool.gather(blocks, [])), 32)
     back = _rate(one, lambda: one.pool.scatter(raws, blocks), 32)
     print(f"\nlink alone: down {down:.1f}, up {up:.1f}; gathered {out:.1f}, scattered {back:.1f} GB/s (one thread)")

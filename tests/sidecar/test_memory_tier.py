@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from midstream.session.arena import ArenaReader, LoadState
+from midstream.session.errors import PoolError
 from midstream.session.held import HolderClient
+from midstream.sidecar.mover import memory_saver
 from midstream.sidecar.mover.host_pool import HostPool
 from midstream.sidecar.mover.orders import Order
 from midstream.sidecar.mover.pools import HostBlocks, Pool, SumKind
@@ -195,6 +197,106 @@ async def test_what_was_copied_while_the_blocks_changed_hands_is_dropped(
         assert await bench.saver.turn(old.arena) == 0
     assert (bench.kept(1), bench.area.slabs_used) == (0, 0)
     assert bench.tier.figures.blocks_dropped == 3
+
+
+async def going(bench: MemoryBench, full: int) -> None:
+    """Let the saver run by itself until so many blocks are kept."""
+    running = asyncio.create_task(bench.saver.run())
+    for _ in range(4000):
+        if bench.tier.figures.blocks_saved >= full:
+            break
+        await asyncio.sleep(0.005)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_two_calls_are_under_way_and_enter_what_they_bring_in_order(
+    bench: MemoryBench, old: Worker, new: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(old, 1, 75, range(20))
+    run(old, 2, 75, range(30, 50))
+    await bench.look(old)
+    monkeypatch.setattr(memory_saver, "BATCH_BYTES", 6 << 10)
+    save, second, calls, under_way, most = HostPool.save, threading.Event(), list[int](), 0, 0
+
+    def turned(self: HostPool, blocks: Sequence[int], to: HostBlocks) -> list[int]:
+        nonlocal under_way, most
+        calls.append(len(blocks))
+        under_way += 1
+        most = max(most, under_way)
+        found = save(self, blocks, to)
+        if len(calls) == 1:
+            # The first one comes back last.
+            assert second.wait(20)
+        second.set()
+        under_way -= 1
+        return found
+
+    monkeypatch.setattr(HostPool, "save", turned)
+    await going(bench, 40)
+    assert (calls, most) == ([6, 6, 6, 6, 6, 6, 4], 2)
+    assert (bench.tier.figures.blocks_dropped, bench.area.slabs_used) == (0, 40)
+    assert bench.saver.behind()["tier1_behind_blocks"] == 0
+    scribble(old)
+    for number in (1, 2):
+        new.wait(session(number), PROMPT, outputs(75), range(30 * number, 30 * number + 20))
+        assert (await bench.restore(new, number)).ok
+        tokens, room = [*PROMPT, *outputs(75)], range(30 * number, 30 * number + 20)
+        assert len(new.right(tokens, range(80), room)) == 80
+
+
+async def test_what_comes_after_a_call_that_was_dropped_is_dropped_and_sent_again(
+    bench: MemoryBench, old: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(old, 1, 75, range(20))
+    await bench.look(old)
+    monkeypatch.setattr(memory_saver, "BATCH_BYTES", 6 << 10)
+    save, second, calls = HostPool.save, threading.Event(), list[int]()
+
+    def refused(self: HostPool, blocks: Sequence[int], to: HostBlocks) -> list[int]:
+        calls.append(blocks[0])
+        if len(calls) == 1:
+            assert second.wait(20)
+            raise PoolError("the link is down; look at it")
+        second.set()
+        return save(self, blocks, to)
+
+    monkeypatch.setattr(HostPool, "save", refused)
+    await going(bench, 20)
+    assert calls[:2] == [0, 6]
+    assert sorted(set(calls)) == [0, 6, 12, 18]
+    assert (bench.kept(1), bench.area.slabs_used) == (80, 20)
+    # Each slab of what was dropped is free again, and was counted.
+    assert bench.tier.figures.blocks_dropped >= 12
+    assert bench.saver.behind()["tier1_behind_blocks"] == 0
+
+
+async def test_a_saver_that_ends_leaves_no_slab_behind_and_no_thread_in_the_memory(
+    bench: MemoryBench, old: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(old, 1, 75, range(20))
+    await bench.look(old)
+    monkeypatch.setattr(memory_saver, "BATCH_BYTES", 6 << 10)
+    save, begun, go_on, over = HostPool.save, threading.Semaphore(0), threading.Event(), list[int]()
+
+    def held(self: HostPool, blocks: Sequence[int], to: HostBlocks) -> list[int]:
+        begun.release()
+        assert go_on.wait(20)
+        found = save(self, blocks, to)
+        over.append(len(found))
+        return found
+
+    monkeypatch.setattr(HostPool, "save", held)
+    running = asyncio.create_task(bench.saver.run())
+    for _ in range(2):
+        assert await asyncio.to_thread(begun.acquire, timeout=20)
+    running.cancel()
+    await asyncio.sleep(0.05)
+    assert not running.done()
+    go_on.set()
+    await asyncio.gather(running, return_exceptions=True)
+    assert over == [6, 6]
+    assert (bench.kept(1), bench.area.slabs_used, bench.tier.figures.blocks_dropped) == (0, 0, 12)
 
 
 @pytest.mark.parametrize("every", [1, 3])

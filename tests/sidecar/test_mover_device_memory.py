@@ -19,7 +19,7 @@ from midstream.session import vram
 from midstream.session.errors import PoolError
 from midstream.session.layout import Plane, PoolLayout, PoolMeta, cuda_memory
 from midstream.sidecar.mover import device_pool
-from midstream.sidecar.mover.device import Device, Job, Side
+from midstream.sidecar.mover.device import Device, Job, Pieces, Side
 from midstream.sidecar.mover.device_lanes import Urgency
 from midstream.sidecar.mover.device_pool import DevicePool
 from midstream.sidecar.mover.host_pool import HostPool
@@ -30,6 +30,8 @@ from support.memory_rig import mapped
 FORM = PoolLayout(40, 16, (Plane(0, 64, 64), Plane(40 * 64, 32, 32)))
 BYTES = 96
 POOL_AT = 1 << 30
+# How far staging areas are apart.
+AREA = 1 << 20
 
 
 class Card:
@@ -38,25 +40,39 @@ class Card:
     ordinal, gpu = 0, "GPU-0"
 
     def __init__(self) -> None:
-        self.memory: dict[int, list[int]] = {POOL_AT: [100 + n for n in range(40)], 1: [0] * 40, 2: [0] * 40}
+        self.memory: dict[int, list[int]] = {POOL_AT: [100 + n for n in range(40)], AREA: [0] * 40, 2 * AREA: [0] * 40}
         self.pieces: list[tuple[int, int]] = []
         self.together = self.taken = 0
         self._areas: queue.Queue[int] = queue.Queue()
         self._lock = threading.Lock()
-        for address in (1, 2):
+        for address in (AREA, 2 * AREA):
             self._areas.put(address)
 
     def run(
-        self, source: Side, destination: Side, job: Job, urgency: Urgency, started: Callable[[], object] = lambda: None
+        self,
+        source: Side,
+        destination: Side,
+        job: Job,
+        urgency: Urgency,
+        started: Callable[[], object] = lambda: None,
+        *,
+        up: Pieces = (),
+        down: Pieces = (),
     ) -> "array[int]":
         assert len(job.expected) == len(job.sources) == len(job.destinations)
+        assert (bool(up), bool(down)) == (urgency is Urgency.RESTORE, urgency is Urgency.BACKGROUND)
+        for address, area, number in self._blocks(up):
+            self.memory[area][number] = int.from_bytes(ctypes.string_at(address, 8), "little")
+        started()
         old, new = self.memory[source.address], self.memory[destination.address]
         for block, to in zip(job.sources, job.destinations, strict=True):
             new[to] = old[block]
+        for address, area, number in self._blocks(down):
+            ctypes.memmove(address, self.memory[area][number].to_bytes(8, "little") * (BYTES // 8), BYTES)
         return array("Q", (old[block] for block in job.sources))
 
     @contextlib.contextmanager
-    def staging(self) -> Iterator[Any]:
+    def staging(self, urgency: Urgency) -> Iterator[Any]:
         address = self._areas.get(timeout=10)
         with self._lock:
             self.taken += 1
@@ -70,23 +86,15 @@ class Card:
                 self.taken -= 1
             self._areas.put(address)
 
-    def download_to(self, twin: Any, pieces: Sequence[tuple[int, int, int]]) -> None:
-        for address, number in self._blocks(pieces):
-            raw = self.memory[twin.device_address][number].to_bytes(8, "little") * (BYTES // 8)
-            ctypes.memmove(address, raw, BYTES)
-
-    def upload_from(self, twin: Any, pieces: Sequence[tuple[int, int, int]], started: Callable[[], object]) -> None:
-        for address, number in self._blocks(pieces):
-            self.memory[twin.device_address][number] = int.from_bytes(ctypes.string_at(address, 8), "little")
-        started()
-
-    def _blocks(self, pieces: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
-        for address, start, size_bytes in pieces:
+    def _blocks(self, pieces: Pieces) -> Iterator[tuple[int, int, int]]:
+        """Of each block its address in memory, and its place in which staging area."""
+        for address, there, size_bytes in pieces:
+            area, start = there // AREA * AREA, there % AREA
             assert start % BYTES == size_bytes % BYTES == 0
             with self._lock:
                 self.pieces.append((start, size_bytes))
             for n in range(size_bytes // BYTES):
-                yield address + n * BYTES, start // BYTES + n
+                yield address + n * BYTES, area, start // BYTES + n
 
 
 @pytest.fixture

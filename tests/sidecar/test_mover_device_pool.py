@@ -4,8 +4,11 @@ The GPU here is one that keeps a number for each block and copies it, with the r
 that number, told of each that is to be compared.
 """
 
+import contextlib
 import errno
 import os
+import threading
+import time
 from array import array
 from collections.abc import Callable
 from typing import Any, cast
@@ -15,8 +18,9 @@ import pytest
 from midstream.session import vram
 from midstream.session.errors import PoolError
 from midstream.session.layout import Plane, PoolLayout, PoolMeta, cuda_memory
+from midstream.sidecar.mover import device_lanes
 from midstream.sidecar.mover.device import Device, Job, Side
-from midstream.sidecar.mover.device_lanes import Lanes, Urgency
+from midstream.sidecar.mover.device_lanes import STAGINGS, Lanes, Urgency
 from midstream.sidecar.mover.device_pool import DevicePool
 from midstream.sidecar.mover.pools import Copied, Copies
 
@@ -255,10 +259,47 @@ def test_lanes_that_are_closed_leave_nothing_and_others_can_be_made() -> None:
     driver = Driver()
     for _ in range(5):
         lanes = Lanes(cast(Any, Calls(driver)))
-        with lanes.all() as taken, lanes.staging():
+        with lanes.all() as taken, lanes.staging(Urgency.RESTORE):
             assert len({id(lane) for lane in taken}) == len(taken) > 2
         lanes.close()
         assert (driver.pinned, driver.allocated, driver.streams) == ({}, set(), set())
+
+
+def test_a_restore_has_the_next_staging_area_whoever_came_before_it() -> None:
+    lanes, order = Lanes(cast(Any, Calls(Driver()))), list[Urgency]()
+    came = threading.Semaphore(0)
+
+    def use(urgency: Urgency) -> None:
+        came.release()
+        with lanes.staging(urgency):
+            order.append(urgency)
+
+    with contextlib.ExitStack() as taken:
+        for _ in range(STAGINGS):
+            taken.enter_context(lanes.staging(Urgency.BACKGROUND))
+        wanted = (Urgency.BACKGROUND, Urgency.BACKGROUND, Urgency.RESTORE)
+        users = [threading.Thread(target=use, args=(urgency,)) for urgency in wanted]
+        for user in users:
+            user.start()
+            assert came.acquire(timeout=20)
+            time.sleep(0.02)
+        assert order == []
+    for user in users:
+        user.join(20)
+    assert order == [Urgency.RESTORE, Urgency.BACKGROUND, Urgency.BACKGROUND]
+    lanes.close()
+
+
+def test_who_waits_for_a_staging_area_in_vain_is_told_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_lanes, "WAIT_S_MAX", 0.02)
+    lanes = Lanes(cast(Any, Calls(Driver())))
+    with lanes.staging(Urgency.RESTORE), lanes.staging(Urgency.RESTORE):
+        for urgency in Urgency:
+            with pytest.raises(PoolError, match="was busy"), lanes.staging(urgency):
+                pass
+    with lanes.staging(Urgency.BACKGROUND):
+        pass
+    lanes.close()
 
 
 def test_the_memory_of_lanes_that_were_dropped_is_never_another_ones() -> None:

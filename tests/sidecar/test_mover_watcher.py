@@ -53,7 +53,7 @@ class Noted(HostPool):
 class Bench:
     """A watcher of one arena, whose turns a test takes."""
 
-    def __init__(self, folder: Path, processes: Processes, pace: Pace) -> None:
+    def __init__(self, folder: Path, processes: Processes, pace: Pace, **options: float) -> None:
         holder = processes.start_holder()
         self.worker = Worker(folder, "one", holder)
         self.calls = calls = Calls()
@@ -69,7 +69,7 @@ class Bench:
         self.sums, self.counters = Sums(), Counters()
         self.suspects = Suspects(folder / "suspects")
         sources = Paced(holder, Devices(pytest.fail), self.suspects)
-        self.watcher = Watcher(sources, self.sums, self.counters)
+        self.watcher = Watcher(sources, self.sums, self.counters, **options)
         self.watcher.watch(self.worker.arena, "one")
 
     def run(self, number: int, blocks: Sequence[int], outputs: int = 15) -> None:
@@ -117,6 +117,31 @@ async def test_a_call_has_no_more_than_a_look_may_and_a_pause_comes_after_it(
     await asyncio.sleep(0.1)
     await bench.turn()
     assert len(bench.calls.blocks) == 3
+    bench.worker.close()
+
+
+async def test_what_a_look_has_left_over_is_not_left_until_the_next_poll(processes: Processes, tmp_path: Path) -> None:
+    pace = replace(HOST, look_s=30.0, behind_s=0.002, look_bytes=5 * BLOCK_BYTES)
+    bench = Bench(tmp_path, processes, pace, poll_s=30.0)
+    for number in (1, 2, 3, 4):
+        bench.run(number, range(10 * number, 10 * number + 6))
+    running = asyncio.create_task(bench.watcher.run())
+    for _ in range(2000):
+        if bench.sums.count >= 20:
+            break
+        await asyncio.sleep(0.005)
+    assert [len(blocks) for blocks in bench.calls.blocks] == [5, 5, 5, 5]
+    # With nothing to do it does not go round and round.
+    turns, turn = list[Path](), bench.watcher.turn
+
+    async def noted(path: Path) -> None:
+        turns.append(path)
+        await turn(path)
+
+    bench.watcher.turn = noted  # type: ignore[method-assign]
+    await asyncio.sleep(0.1)
+    assert len(turns) <= 2
+    running.cancel()
     bench.worker.close()
 
 
