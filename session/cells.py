@@ -25,6 +25,7 @@ NO_PAGE = 0xFFFFFFFF
 _VALUE = struct.Struct("<I")
 _SEED = struct.Struct("<16sIII")
 _EMPTY_PAGE = bytes(PAGE_BYTES)
+_EMPTY_CELL, _EMPTY_VALUE = bytes(CELL.size), bytes(_VALUE.size)
 # Fewer new cells than this are read one by one, as when an engine is followed while it writes; all of them where an
 # array's words do not lie in memory as those of a page do.
 _MANY = 8 if sys.byteorder == "little" else CELLS_PER_PAGE + 1
@@ -112,6 +113,11 @@ class ChainReader:
     def _read_page(self) -> bool:
         """Read cells of the current page; True when it is full."""
         start = self._page * PAGE_BYTES + PAGE_HEADER_BYTES + self._index * CELL.size
+        if self._index == CELLS_PER_PAGE:
+            return True
+        if self._buffer[start : start + CELL.size] == _EMPTY_CELL and crc32(_EMPTY_VALUE, self._check):
+            # Mostly nothing is new, and then nothing more is looked at.
+            return False
         raw = bytes(self._buffer[start : (self._page + 1) * PAGE_BYTES])
         # A page is emptied before it is used, so what was not written yet is zeroes; a check that ends in some is cut
         # only in the middle of its cell.

@@ -42,6 +42,10 @@ class LoadState(IntEnum):
     FAILED = 3
 
 
+# Known once: all changed slots of an arena are decoded while sessions wait.
+_STATE_MAX, _LOAD_MAX = max(SlotState), max(LoadState)
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """One decoded record.
@@ -120,7 +124,7 @@ def decode_record(index: int, record: bytes) -> Slot | None:
         table_page,
         table_journal,
     ) = _BODY.unpack_from(body)
-    if sequence == 0 or state > max(SlotState) or load > max(LoadState) or finish >= len(FINISHES):
+    if sequence == 0 or state > _STATE_MAX or load > _LOAD_MAX or finish >= len(FINISHES):
         return None
     return Slot(
         index,
@@ -179,7 +183,7 @@ def encode_inbox(session: SessionId, generation: int, load: LoadState, tokens: i
 def decode_inbox(session: SessionId, generation: int, cell: bytes) -> tuple[LoadState, int]:
     """The answer for this session and generation: (state, tokens); (NONE, 0) while there is none."""
     found, load, tokens, check = _INBOX.unpack_from(cell)
-    if found != generation or load > max(LoadState):
+    if found != generation or load > _LOAD_MAX:
         return LoadState.NONE, 0
     if check != crc32(_INBOX_CHECKED.pack(bytes.fromhex(session), generation, load, tokens)):
         return LoadState.NONE, 0

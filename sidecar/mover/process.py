@@ -110,8 +110,9 @@ def _open_store(options: argparse.Namespace) -> DiskStore | None:
 async def _serve(options: argparse.Namespace, listener: socket.socket, store: DiskStore | None) -> None:
     # A disk that hangs holds its threads for good; there are enough for all restores beside it.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="mover"))
-    # While threads copy, the loop gets its turn after this long: it polls engines that wait every half millisecond.
-    sys.setswitchinterval(0.0005)
+    # While threads copy, the loop gets its turn after this long, and a thread that starts a copy gets its own while
+    # the loop plans the next one: each call of a driver gives the interpreter up, and waits for it again.
+    sys.setswitchinterval(0.0002)
     # What was imported lives as long as the process: a collection that goes through it takes longer than a copy.
     gc.freeze()
     counters = Counters()

@@ -129,9 +129,12 @@ class StoredResult:
     outputs: int = 0
 
 
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
 def encode_line(message: dict[str, Any]) -> bytes:
     """A message as its line."""
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+    return _encode(message).encode() + b"\n"
 
 
 def decode_line(line: bytes) -> dict[str, Any]:

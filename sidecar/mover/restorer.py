@@ -24,6 +24,7 @@ from ...session.manifest import Manifest
 from ...session.store import Store
 from . import coverage
 from .arrivals import Arrivals
+from .burst import Burst, CallTimes
 from .counters import Counters
 from .groups import Groups, Work
 from .matching import SessionKv, check_match
@@ -69,6 +70,8 @@ class Restorer:
         self._tier = tier
         self._late: dict[tuple[Path, SessionId, int], Callable[[], None]] = {}
         self._running: set[tuple[Path, SessionId, int]] = set()
+        # The account of all that run now.
+        self._burst = Burst(0.0)
         # One for each place that KV is brought to: the host's memory, or a GPU.
         self._groups: dict[str, Groups] = {}
         self._arrivals = Arrivals()
@@ -82,6 +85,8 @@ class Restorer:
             raise MoverError(Reason.BUSY, f"session {order.session}: this restore runs already; wait for its answer")
         if len(self._running) >= RUNNING_MAX:
             raise MoverError(Reason.BUSY, f"{RUNNING_MAX} restores run already; try again when one has ended")
+        if not self._running:
+            self._burst = Burst(time.monotonic())
         self._running.add(name)
         # It is this one that answers now.
         self._late.pop(name, None)
@@ -89,6 +94,9 @@ class Restorer:
             return await self._run(order)
         finally:
             self._running.discard(name)
+            if not self._running and self._burst.calls:
+                told = self._burst.told(time.monotonic())
+                asyncio.get_running_loop().call_later(LOG_AFTER_S, _log.info, "%s", told)
 
     def close(self) -> None:
         """Nobody is placed anew any more: engines that wait are told at once."""
@@ -105,6 +113,7 @@ class Restorer:
         try:
             slot = await self._arrivals.waiting(reader, order.session, order.to_generation, deadline)
             began = time.monotonic()
+            self._burst.came(began)
             if order.source is not None:
                 self._sources.check_untouched(order.source[0])
             pool = await self._sources.pool_of(reader)
@@ -114,6 +123,7 @@ class Restorer:
                 done = await copying(order, destination)
             else:
                 destination, done = await self._from_arena(order, order.source, reader, slot, pool, deadline)
+            copied = time.monotonic()
             destination.check()
         except (MoverError, PoolError, ArenaError, StoreError, OSError) as error:
             return self._failed(order, reader, slot, error, done, began)
@@ -123,7 +133,10 @@ class Restorer:
             raise
         reader.answer(slot, LoadState.DONE, destination.tokens)
         self._count(done)
-        seconds = time.monotonic() - began
+        ended = time.monotonic()
+        seconds = ended - began
+        self._burst.answer_s += ended - copied
+        self._burst.size_bytes += done.bytes
         text = "event=restored session=%s generation=%d tokens=%d bytes=%d seconds=%.4f"
         values = (order.session, order.to_generation, destination.tokens, done.bytes, seconds)
         asyncio.get_running_loop().call_later(LOG_AFTER_S, _log.info, text, *values)
@@ -198,17 +211,20 @@ class Restorer:
         origin = Origin(from_reader, await self._sources.pool_of(from_reader), source[1])
         groups = self._groups.get(pool.memory)
         if groups is None:
-            groups = self._groups[pool.memory] = Groups(pool.pace.together, pool.pace.at_once)
+            groups = self._groups[pool.memory] = Groups(pool.pace.together, pool.pace.at_once, self._called)
         step = max(1, pool.pace.step_bytes // pool.layout.block_bytes)
         steps: Steps | None = None
         done = Copied(0, 0, 0)
         while steps is None or not steps.over:
             async with groups.place(deadline) as place:
+                planned = time.monotonic()
                 if steps is None:
                     to = destination_of(order, reader, slot, pool, deadline)
                     steps = steps_of(order, origin, to, self._sums)
                 steps.to.check()
-                part = await place.copy(Work(origin.pool, pool, steps.next(step)))
+                work = Work(origin.pool, pool, steps.next(step))
+                self._burst.plan_s += time.monotonic() - planned
+                part = await place.copy(work)
             done = Copied(done.bytes + part.bytes, done.verified + part.verified, done.unverified + part.unverified)
             if part.damaged is not None:
                 raise MoverError(
@@ -219,6 +235,9 @@ class Restorer:
         coverage.check_unchanged(origin.reader, steps.covered)
         self._sources.check_untouched(source[0])
         return steps.to, done
+
+    def _called(self, times: CallTimes, seen_s: float) -> None:
+        self._burst.call(times, seen_s)
 
     async def _from_memory(self, order: Order, to: Destination) -> Copied:
         """Copy what is kept in memory, a step at a time, and compare each block with its sum as it arrives."""
@@ -236,7 +255,7 @@ class Restorer:
             if any(kept.kind is not to.pool.sum_kind for kept in blocks):
                 raise MoverError(Reason.LAYOUT, f"session {order.session}: its sums are of another kind of memory")
             place = f"{to.pool.memory} from memory"
-            groups = self._groups.setdefault(place, Groups(1, MEMORY_AT_ONCE))
+            groups = self._groups.setdefault(place, Groups(1, MEMORY_AT_ONCE, self._called))
             done = await self._by_steps(groups, offer, to, [kept.sum for kept in blocks], self._tier)
             self._tier.figures.restores += 1
             return done

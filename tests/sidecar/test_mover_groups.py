@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from midstream.session.errors import PoolError
+from midstream.sidecar.mover.burst import CallTimes
 from midstream.sidecar.mover.groups import Groups, Work
 from midstream.sidecar.mover.pools import Copied, Copies, Pool
 
@@ -95,6 +96,40 @@ async def test_the_next_are_prepared_while_the_first_are_copied_and_not_before_t
     card.let_go.release()
     card.let_go.release()
     await asyncio.gather(*tasks)
+
+
+async def test_behind_a_call_that_is_under_way_twice_as_many_go_together() -> None:
+    groups, card = Groups(2, 2), Card()
+    tasks = [asyncio.create_task(one(groups, card, number)) for number in range(8)]
+    for _ in range(2):
+        await begun(card)
+    assert card.calls == [[0, 1], [2, 3, 4, 5]]
+    for _ in range(3):
+        card.let_go.release()
+    assert [done.bytes for done in await asyncio.gather(*tasks)] == list(range(8))
+    assert card.calls[2:] == [[6, 7]]
+    # Where one is a call, two would be none the cheaper.
+    groups, card = Groups(1, 4), Card()
+    tasks = [asyncio.create_task(one(groups, card, number)) for number in range(3)]
+    for _ in range(3):
+        await begun(card)
+        card.let_go.release()
+    await asyncio.gather(*tasks)
+    assert sorted(card.calls) == [[0], [1], [2]]
+
+
+async def test_each_call_is_told_with_its_times() -> None:
+    told: list[tuple[CallTimes, float]] = []
+    groups, card = Groups(2, 1, lambda times, seen_s: told.append((times, seen_s))), Card()
+    card.let_go.release()
+    await asyncio.gather(*(one(groups, card, number) for number in range(2)))
+    [(times, seen_s)] = told
+    assert times.handed_s <= times.begun_s <= times.sent_s <= times.over_s <= seen_s
+    card.error = PoolError("it is refused; look at it")
+    card.let_go.release()
+    with pytest.raises(PoolError):
+        await one(groups, card, 3)
+    assert len(told) == 2
 
 
 async def test_those_who_leave_with_nothing_hold_nobody_up() -> None:
