@@ -7,6 +7,7 @@ until its next owner has it.
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 
 from ..proxy.coordinator import LEAST_EXACT_FIRST, Outcome
 from ..session.records import Slot
@@ -54,9 +55,10 @@ class Settling:
         outcome, failed = outcome_of(record, record.owner.slot(), 0.0)
         return outcome, failed.detail
 
-    def interrupted(self, record: Record) -> None:
+    def interrupted(self, record: Record, delivered: Sequence[int]) -> None:
         """The takeover's owner is lost. It counts unless all that it sent was journaled by the owner before it."""
-        if record.gap_s is not None and has_only_replayed(record):
+        sent_nothing = record.plan is not None and len(delivered) <= len(record.plan.expected)
+        if record.gap_s is not None and (sent_nothing or has_only_replayed(record)):
             self.give_up(record)
         else:
             self.conclude(record, over=True)
@@ -67,6 +69,9 @@ class Settling:
             return True
         seen = record.owner.slot()
         if not over and (not has_settled(record, seen) or mover_has_the_word(record, seen)):
+            return False
+        if not over and record.interrupted.done():
+            # Whoever takes it over next knows whether anything of this owner was sent.
             return False
         # Read anew: what the engine says of its KV is written before the token by which it is seen to have settled.
         slot = record.owner.slot()

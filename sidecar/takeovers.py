@@ -85,7 +85,7 @@ class Takeovers:
 
     async def take_over(self, record: Record, reason: Reason, delivered: Sequence[int]) -> Placement:
         """Where the session goes on; waits for a worker to come up. Raises Refused."""
-        self._settling.interrupted(record)
+        self._settling.interrupted(record, delivered)
         if self.settle_source(record) and record.tracker.state is SessionState.RESTORING:
             # Nothing of it was sent yet, but it counts: what follows goes on from this owner's own tokens.
             self._settling.came_to(record, record.owner.slot(), None)
@@ -246,8 +246,7 @@ class Takeovers:
         record.interrupted = asyncio.get_running_loop().create_future()
         self._workers.assign(record.facts.session, epoch)
         if chosen.tier in KV_TIERS:
-            record.restore = asyncio.create_task(self._kv.restore(record, chosen.tier))
-            record.restore.add_done_callback(lambda done: self._restore_ended(record, done))
+            record.restore = asyncio.create_task(self._restored(record, chosen.tier))
         return Placement(
             worker.name,
             worker.url,
@@ -268,17 +267,20 @@ class Takeovers:
             len(chosen.outputs), chosen.tier.value,
         )  # fmt: skip
 
-    def _restore_ended(self, record: Record, restoring: "asyncio.Task[RestoreResult]") -> None:
+    async def _restored(self, record: Record, tier: Tier) -> RestoreResult:
+        """What the mover says, and what follows from it: nobody sees the one without the other."""
+        result = await self._kv.restore(record, tier)
+        if not result.ok and record.restore is asyncio.current_task() and not record.interrupted.done():
+            self._restore_failed(record, result)
+        return result
+
+    def _restore_failed(self, record: Record, result: RestoreResult) -> None:
         """A restore that failed may leave something better than to compute the KV again where the session is now.
 
         A planned move leaves its old owner at work. That may have written the whole answer meanwhile: then the ending
         is in its journal. Else it has all KV still, should the next owner never take the session up.
         """
-        if restoring.cancelled() or restoring is not record.restore or restoring.exception() is not None:
-            return
-        result, owner = restoring.result(), record.owner
-        if result.ok or record.interrupted.done():
-            return
+        owner = record.owner
         if self._may_go_on_from_memory(record, result):
             record.kv_retries += 1
             record.kv_lost = True

@@ -92,6 +92,31 @@ async def test_an_old_owner_that_ends_before_its_kv_was_copied_has_written_the_a
     assert rig.coordinator.outcome(asked()) is Outcome.EXACT
 
 
+@pytest.mark.parametrize(("sent", "outcome"), [((1, 2), Outcome.EXACT), ((1, 2, 3), Outcome.RECOMPUTED)])
+async def test_what_began_to_be_recomputed_counts_only_if_any_of_it_was_sent(
+    rig: Rig, sent: tuple[int, ...], outcome: Outcome
+) -> None:
+    placement = await running(rig, 1, 2)
+    rig.mover.answering = asyncio.Event()
+    rig.mover.restored = RestoreResult(False, reason="finished")
+    await rig.coordinator.operators.move(S)
+    taken = await rig.over(placement, 1, reason=Reason.MOVE)
+    old = rig.engines[placement.worker]
+    assert old.newest is not None
+    old.newest.append_tokens([3, 4])
+    old.finish("stop")
+    # The next owner has replayed a token that was journaled, which its client has been sent, and was refused its KV.
+    slot = rig.engines[taken.worker].admit(taken)
+    slot.report(LoadState.FAILED, 0, 7)
+    rig.coordinator.resumed(asked(), taken, 0.1)
+    rig.mover.answering.set()
+    assert await asyncio.wait_for(taken.interrupted, 5) is Reason.MOVE
+    again = await rig.over(taken, *sent, reason=Reason.MOVE)
+    assert (again.expected, again.finish) == ((1, 2, 3, 4), "stop")
+    rig.coordinator.resumed(asked(), again, 0.1)
+    assert rig.coordinator.outcome(asked()) is outcome
+
+
 async def test_a_session_goes_back_to_its_old_owner_when_the_next_one_never_takes_it_up(rig: Rig) -> None:
     facts = SessionFacts(S, "/v1/completions", {}, stream=True, policy=Policy.EXACT)
     placement = await running(rig, 1, 2, facts=facts)

@@ -223,6 +223,10 @@ class Rig:
             await asyncio.gather(*fillers, return_exceptions=True)
 
 
+# A session that is over is told so, or is not known any more.
+OVER = ("ended", "no_session")
+
+
 async def before_its_end(attempt: Callable[[], Awaitable[T]]) -> T:
     """What comes of an attempt to move a session in the midst of its answer, as soon as that was not over before.
 
@@ -232,7 +236,7 @@ async def before_its_end(attempt: Callable[[], Awaitable[T]]) -> T:
         try:
             return await attempt()
         except Refused as refused:
-            if refused.reason != "ended":
+            if refused.reason not in OVER:
                 raise
     return await attempt()
 
