@@ -32,6 +32,7 @@ from .protocol import MoverError
 from .snapshots import ENDINGS, OVER, SESSIONS_MAX
 from .sources import Sources, key_of
 from .sums import Owner, Sums
+from .way import Way
 
 # Where nothing was due, nothing is looked for again for so long.
 ROUND_S = 0.02
@@ -96,12 +97,21 @@ _Batch = list[tuple[_Due, list[Slab]]]
 class MemorySaver:
     """Follows the watcher's sessions, one arena after the other."""
 
-    def __init__(self, sources: Sources, sums: Sums, counters: Counters, tier: MemoryTier, policy: SavePolicy) -> None:
+    def __init__(
+        self,
+        sources: Sources,
+        sums: Sums,
+        counters: Counters,
+        tier: MemoryTier,
+        policy: SavePolicy,
+        way: Way | None = None,
+    ) -> None:
         self._sources = sources
         self._sums = sums
         self._counters = counters
         self._tier = tier
         self._policy = policy
+        self._way = way or Way()
         self._live: dict[Path, list[Slot]] = {}
         self._done: dict[Owner, _Done] = {}
         # From when on there is a share of the link again.
@@ -171,6 +181,7 @@ class MemorySaver:
                         await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                         running = [call for call in running if not call.done()]
                     await self._share()
+                    await self._way.make()
                     call = self._begin(path, running[-1] if running else None)
                     if call is not None:
                         running.append(call)
@@ -229,6 +240,7 @@ class MemorySaver:
         # Asked also while there is no session yet: the first one must not wait until the area is pinned.
         if pool is None or not self._sources.is_untouched(path) or not self._tier.ready_for(pool) or not slots:
             return []
+        began = time.monotonic()
         reader = self._sources.reader(path)
         left = max(1, min(BATCH_BYTES, self._policy.bytes_per_s) // pool.layout.block_bytes)
         due: _Batch = []
@@ -249,7 +261,9 @@ class MemorySaver:
             if left <= 0:
                 break
         size_bytes = pool.layout.block_bytes * sum(len(slabs) for _, slabs in due)
-        self._share_s = max(self._share_s, time.monotonic()) + size_bytes / self._policy.bytes_per_s
+        now = time.monotonic()
+        self._share_s = max(self._share_s, now) + size_bytes / self._policy.bytes_per_s
+        self._tier.figures.look_s += now - began
         return due
 
     def _by_need(self, path: Path, slots: Sequence[Slot]) -> list[Slot]:
@@ -344,18 +358,19 @@ class MemorySaver:
         """Copy blocks of several sessions in one call; how many are kept. MoverError after a fault of a GPU."""
         kept = 0
         try:
+            began = time.monotonic()
             found = await self._copied(path, due)
+            self._tier.figures.calls += 1
+            self._tier.figures.copy_s += time.monotonic() - began
             if before is not None:
                 await asyncio.wait({before})
-            # Looked at last: what was copied before a fault is dropped, too.
-            self._sources.check_untouched(path)
-            reader, pool = self._sources.reader(path), self._sources.mapped(path)
             at = 0
-            while due and pool is not None:
-                one, given = due[0]
-                kept += self._keep(reader, pool, one, given, found[at : at + len(given)])
-                at += len(given)
-                del due[0]
+            while due:
+                await self._way.make()
+                kept += self._entered(path, *due[0], found[at:])
+                at += len(due.pop(0)[1])
+                # Some are a millisecond's work, and others have their turn after each.
+                await asyncio.sleep(0)
         except PoolError as error:
             _log.warning("event=tier1_not_copied arena=%s error=%s", path, error)
         finally:
@@ -377,6 +392,18 @@ class MemorySaver:
         except asyncio.CancelledError:
             await asyncio.wait({copying})
             raise
+
+    def _entered(self, path: Path, due: _Due, slabs: Sequence[Slab], found: Sequence[int]) -> int:
+        """Enter what was copied for one session; how many blocks are kept. MoverError after a fault of a GPU."""
+        began = time.monotonic()
+        # What was copied before a fault is dropped, too.
+        self._sources.check_untouched(path)
+        reader, pool = self._sources.reader(path), self._sources.mapped(path)
+        if pool is None:
+            raise PoolError(f"arena {path} was let go of")
+        kept = self._keep(reader, pool, due, slabs, found[: len(slabs)])
+        self._tier.figures.enter_s += time.monotonic() - began
+        return kept
 
     def _drop(self, due: _Due, slabs: Sequence[Slab], kept: int) -> None:
         """All but the first `kept` blocks of what was sent for a session are not kept; they may be sent again."""

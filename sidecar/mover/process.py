@@ -128,12 +128,12 @@ async def _serve(options: argparse.Namespace, listener: socket.socket, store: Di
     tier = saver = None
     if options.memory_bytes:
         tier = MemoryTier(holder, options.memory_bytes)
-        saver = MemorySaver(
-            sources, sums, counters, tier, SavePolicy(options.memory_bytes_per_s, options.memory_tail_tokens)
-        )
-    followers = [follower for follower in (snapshotter, saver) if follower is not None]
-    watcher = Watcher(sources, sums, counters, *followers, poll_s=options.poll_s)
     restorer = Restorer(sources, sums, counters, store, tier)
+    if tier is not None:
+        saving = SavePolicy(options.memory_bytes_per_s, options.memory_tail_tokens)
+        saver = MemorySaver(sources, sums, counters, tier, saving, restorer.way)
+    followers = [follower for follower in (snapshotter, saver) if follower is not None]
+    watcher = Watcher(sources, sums, counters, *followers, poll_s=options.poll_s, way=restorer.way)
     operations = Operations(sources, sums, counters, watcher, restorer, store, snapshotter, tier, saver)
     server = Server(operations.handlers(), counters)
     jobs: list[Coroutine[Any, Any, object]] = [

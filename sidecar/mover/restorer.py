@@ -35,6 +35,7 @@ from .pools import Copied, Copies, Pool
 from .protocol import MoverError, Reason, RestoreResult
 from .sources import Sources
 from .sums import Sums
+from .way import Way
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -70,6 +71,8 @@ class Restorer:
         self._tier = tier
         self._late: dict[tuple[Path, SessionId, int], Callable[[], None]] = {}
         self._running: set[tuple[Path, SessionId, int]] = set()
+        # What can wait makes way for those whose session waits.
+        self.way = Way()
         # The account of all that run now.
         self._burst = Burst(0.0)
         # One for each place that KV is brought to: the host's memory, or a GPU.
@@ -114,6 +117,7 @@ class Restorer:
             slot = await self._arrivals.waiting(reader, order.session, order.to_generation, deadline)
             began = time.monotonic()
             self._burst.came(began)
+            self.way.enter()
             if order.source is not None:
                 self._sources.check_untouched(order.source[0])
             pool = await self._sources.pool_of(reader)
@@ -131,6 +135,9 @@ class Restorer:
             # Cancelled, or a fault of ours: the engine must not wait for an answer that would never come.
             self._failed(order, reader, slot, error, done, began)
             raise
+        finally:
+            if slot is not None:
+                self.way.leave()
         reader.answer(slot, LoadState.DONE, destination.tokens)
         self._count(done)
         ended = time.monotonic()

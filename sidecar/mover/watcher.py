@@ -22,6 +22,7 @@ from .pools import Pool
 from .protocol import MoverError, Reason
 from .sources import ARENAS_MAX, Sources
 from .sums import Owner, Sums
+from .way import Way
 
 POLL_S = 0.02
 # Also where a look has left something over, others get their turn.
@@ -66,12 +67,14 @@ class Watcher:
         counters: Counters,
         *followers: Follower,
         poll_s: float = POLL_S,
+        way: Way | None = None,
     ) -> None:
         self._sources = sources
         self._sums = sums
         self._counters = counters
         self._followers = followers
         self._poll_s = poll_s
+        self._way = way or Way()
         self._workers: dict[Path, str] = {}
         self._live: dict[Path, dict[Owner, Slot]] = {}
         self._not_before: dict[Owner, float] = {}
@@ -126,6 +129,7 @@ class Watcher:
                 else:
                     self._trouble.pop(path, None)
             await asyncio.sleep(self._pause_s())
+            await self._way.make()
 
     def _pause_s(self) -> float:
         """Until the next turn: sooner where a pool has a shorter pause and something is left over."""

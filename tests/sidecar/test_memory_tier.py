@@ -271,6 +271,23 @@ async def test_what_comes_after_a_call_that_was_dropped_is_dropped_and_sent_agai
     assert bench.saver.behind()["tier1_behind_blocks"] == 0
 
 
+async def test_nothing_is_copied_or_entered_while_a_session_waits_for_its_kv(bench: MemoryBench, old: Worker) -> None:
+    run(old, 1, 75, range(20))
+    await bench.look(old)
+    bench.way.enter()
+    running = asyncio.create_task(bench.saver.run())
+    await asyncio.sleep(0.03)
+    assert (bench.area.slabs_used, bench.kept(1)) == (0, 0)
+    bench.way.leave()
+    for _ in range(4000):
+        if bench.kept(1) == 80:
+            break
+        await asyncio.sleep(0.005)
+    assert bench.kept(1) == 80
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_a_saver_that_ends_leaves_no_slab_behind_and_no_thread_in_the_memory(
     bench: MemoryBench, old: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from midstream.sidecar.mover.sources import Sources
 from midstream.sidecar.mover.sums import Sums
 from midstream.sidecar.mover.suspects import Suspects
 from midstream.sidecar.mover.watcher import Watcher
+from midstream.sidecar.mover.way import Way
 from support.mover_rig import Worker
 
 PROMPT = [5, 6, 7, 8, 9, 10]
@@ -76,7 +77,8 @@ class MemoryBench:
         self.area = MemoryArea(area.view)
         self.tier.open(area, self.area)
         policy = SavePolicy(bytes_per_s, tail_tokens)
-        self.saver = MemorySaver(self.sources, self.sums, self.counters, self.tier, policy)
+        self.way = Way()
+        self.saver = MemorySaver(self.sources, self.sums, self.counters, self.tier, policy, self.way)
         self.watcher = Watcher(self.sources, self.sums, self.counters, self.saver)
         self.restorer = Restorer(self.sources, self.sums, self.counters, None, self.tier)
 
