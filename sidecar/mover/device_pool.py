@@ -100,7 +100,7 @@ class DevicePool:
             return Copied(0, damaged, 0, work.first + damaged)
         staying = sum(map(operator.eq, work.sources, work.destinations)) if in_place else 0
         count, checked = len(work.sources), len(work.expected)
-        return Copied((count - staying) * self.layout.block_bytes, checked, count - checked)
+        return Copied((count - staying) * self.form[2], checked, count - checked)
 
     def gather(self, blocks: Sequence[int], expected: Sequence[int]) -> Iterator[bytes]:
         """The bytes of blocks, brought from the card a staging area at a time."""

@@ -219,7 +219,8 @@ class Restorer:
         groups = self._groups.get(pool.memory)
         if groups is None:
             groups = self._groups[pool.memory] = Groups(pool.pace.together, pool.pace.at_once, self._called)
-        step = max(1, pool.pace.step_bytes // pool.layout.block_bytes)
+        _, _, block_bytes = pool.form
+        step = max(1, pool.pace.step_bytes // block_bytes)
         steps: Steps | None = None
         done = Copied(0, 0, 0)
         while steps is None or not steps.over:

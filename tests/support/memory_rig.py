@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import mmap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def memory_of(extents: int) -> bytearray:
     return bytearray(4096 + extents * EXTENT_BYTES)
 
 
-def mapped(memory: bytearray) -> MappedArea:
+def mapped(memory: bytearray | mmap.mmap) -> MappedArea:
     """An area in a test's own memory."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     return MappedArea(memoryview(memory), address, -1, was_kept=False)
