@@ -3,7 +3,8 @@
 Owns their number and memory: per GPU URGENT_LANES + BACKGROUND_LANES lanes of LANE_BYTES, pinned and on the card, and
 at most STAGINGS areas of STAGING_BYTES, pinned and on the card, each made when it is first needed. Invariant: a lane is
 given back only when nothing of it runs any more; memory is let go of only after the driver has. Restores have the
-lanes that go first on the card, and the next staging area that is given back.
+lanes that go first on the card, and the next staging area that is given back; while they have any lane nothing is
+begun in the background, for a while: what is on the link cannot be overtaken.
 """
 
 import ctypes
@@ -25,13 +26,16 @@ from .device_kernels import PLANE
 T = TypeVar("T")
 
 URGENT_LANES = 4
-BACKGROUND_LANES = 2
+# Two for what crosses the link, while sums are taken in the third.
+BACKGROUND_LANES = 3
 STAGINGS = 2
 STAGING_BYTES = 64 << 20
 BLOCKS_PER_LAUNCH = 16384
 # Planes of both sides; of each block its sum, and its number on both sides.
 LANE_BYTES = 2 * PLANES_MAX * PLANE.size + BLOCKS_PER_LAUNCH * (8 + 4 + 4)
 WAIT_S_MAX = 60.0
+# How long the background makes way for restores at most, before each part of its work.
+WAY_S_MAX = 0.02
 
 
 class Urgency(Enum):
@@ -117,10 +121,34 @@ class Lanes:
                 self._streams.append(stream)
                 lanes.put(Lane(stream, self._twin(LANE_BYTES)))
         self._stagings = _Areas(STAGINGS)
+        # How many lanes restores have.
+        self._restoring = 0
+        self._changed = threading.Condition()
 
     @contextmanager
     def lane(self, urgency: Urgency) -> Iterator[Lane]:
         """A lane of one's own."""
+        if urgency is Urgency.BACKGROUND:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._restoring, WAY_S_MAX)
+            with self._own(urgency) as lane:
+                yield lane
+            return
+        with self._own(urgency) as lane:
+            self._count_restore(1)
+            try:
+                yield lane
+            finally:
+                self._count_restore(-1)
+
+    def _count_restore(self, change: int) -> None:
+        with self._changed:
+            self._restoring += change
+            if not self._restoring:
+                self._changed.notify_all()
+
+    @contextmanager
+    def _own(self, urgency: Urgency) -> Iterator[Lane]:
         lane = _taken(self._lanes[urgency])
         try:
             yield lane
@@ -132,7 +160,7 @@ class Lanes:
         """Every lane there is."""
         with ExitStack() as taken:
             counts = {Urgency.RESTORE: URGENT_LANES, Urgency.BACKGROUND: BACKGROUND_LANES}
-            yield [taken.enter_context(self.lane(urgency)) for urgency in counts for _ in range(counts[urgency])]
+            yield [taken.enter_context(self._own(urgency)) for urgency in counts for _ in range(counts[urgency])]
 
     @contextmanager
     def staging(self, urgency: Urgency) -> Iterator[Twin]:

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...session.arena import ArenaReader, Slot, SlotState
@@ -42,6 +42,8 @@ NO_ROOM_S = 0.25
 # link, what the one before has brought is entered, and the next one is looked for.
 BATCH_BYTES = 256 << 20
 AT_ONCE = 2
+# So many blocks are entered in one go, in a fraction of a millisecond; then others have their turn.
+ENTER_BLOCKS = 32
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ class SavePolicy:
 class _Done:
     """How far a session was looked at, under one table; `damaged`: nothing of it is kept any more.
 
-    The first `blocks` are kept, and of the first `sent` none is to be sent again; `calls` are those under way.
+    The first `blocks` are kept, and of the first `sent` none is to be sent again; `calls` are the parts under way.
     """
 
     table_generation: int
@@ -90,7 +92,7 @@ class _Due:
         return range(start, end if index < len(self.sums) else min(end, self.covered.kv_len))
 
 
-# What one call copies: of each session the blocks, and the room that there is for the first of them.
+# What one call copies: of each session its blocks in parts, and the room that there is for the first of them.
 _Batch = list[tuple[_Due, list[Slab]]]
 
 
@@ -252,14 +254,15 @@ class MemorySaver:
                 continue
             slabs = self._tier.room(found.chain, found.first, len(found.blocks)) if found is not None else []
             if found is not None and slabs:
-                due.append((found, slabs))
+                due += _in_parts(found, slabs)
                 found.done.sent = found.first + min(len(slabs), len(found.sums))
-                found.done.calls += 1
                 left -= len(slabs)
             elif found is not None:
                 found.done.not_before_s = time.monotonic() + NO_ROOM_S
             if left <= 0:
                 break
+        for part, _ in due:
+            part.done.calls += 1
         size_bytes = pool.layout.block_bytes * sum(len(slabs) for _, slabs in due)
         now = time.monotonic()
         self._share_s = max(self._share_s, now) + size_bytes / self._policy.bytes_per_s
@@ -365,11 +368,10 @@ class MemorySaver:
             if before is not None:
                 await asyncio.wait({before})
             at = 0
+            await self._way.make()
             while due:
-                await self._way.make()
                 kept += self._entered(path, *due[0], found[at:])
                 at += len(due.pop(0)[1])
-                # Some are a millisecond's work, and others have their turn after each.
                 await asyncio.sleep(0)
         except PoolError as error:
             _log.warning("event=tier1_not_copied arena=%s error=%s", path, error)
@@ -394,7 +396,7 @@ class MemorySaver:
             raise
 
     def _entered(self, path: Path, due: _Due, slabs: Sequence[Slab], found: Sequence[int]) -> int:
-        """Enter what was copied for one session; how many blocks are kept. MoverError after a fault of a GPU."""
+        """Enter what was copied for a part of a session; how many blocks are kept. MoverError after a GPU's fault."""
         began = time.monotonic()
         # What was copied before a fault is dropped, too.
         self._sources.check_untouched(path)
@@ -465,6 +467,19 @@ class MemorySaver:
         chain = self._tier.index.get(session)
         if chain is not None and chain.generation <= generation:
             chain.live, chain.left_s = False, time.monotonic()
+
+
+def _in_parts(due: _Due, slabs: list[Slab]) -> _Batch:
+    """What is due of a session as far as there is room, in parts that are entered one after the other."""
+    return [
+        (
+            replace(
+                due, first=due.first + at, blocks=due.blocks[at:][:ENTER_BLOCKS], sums=due.sums[at:][:ENTER_BLOCKS]
+            ),
+            slabs[at : at + ENTER_BLOCKS],
+        )
+        for at in range(0, len(slabs), ENTER_BLOCKS)
+    ]
 
 
 def _tokens(covered: Covered, start: int, count: int) -> tuple[int, ...]:

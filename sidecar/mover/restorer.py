@@ -113,11 +113,15 @@ class Restorer:
         slot: Slot | None = None
         done = Copied(0, 0, 0)
         self._counters.restores += 1
+        # What comes from a disk takes longer than anything should make way for.
+        is_quick, is_on_way = order.source is not None or order.from_memory, False
         try:
             slot = await self._arrivals.waiting(reader, order.session, order.to_generation, deadline)
             began = time.monotonic()
             self._burst.came(began)
-            self.way.enter()
+            if is_quick:
+                self.way.enter()
+                is_on_way = True
             if order.source is not None:
                 self._sources.check_untouched(order.source[0])
             pool = await self._sources.pool_of(reader)
@@ -136,7 +140,7 @@ class Restorer:
             self._failed(order, reader, slot, error, done, began)
             raise
         finally:
-            if slot is not None:
+            if is_on_way:
                 self.way.leave()
         reader.answer(slot, LoadState.DONE, destination.tokens)
         self._count(done)

@@ -16,6 +16,7 @@ import pytest
 
 from midstream.session.arena import LoadState
 from midstream.session.held import HolderClient
+from midstream.sidecar.mover import way
 from midstream.sidecar.mover.counters import Counters
 from midstream.sidecar.mover.device import Devices
 from midstream.sidecar.mover.memory_area import MemoryArea
@@ -81,6 +82,8 @@ class Bench:
             answers = await asyncio.gather(*(self.ask[Op.RESTORE](request) for request in requests))
         took_s = time.process_time() - began
         assert [answer["blocks_verified"] for answer in answers] == [SESSION_BLOCKS] * SESSIONS
+        # Whatever made way for them goes on.
+        await asyncio.wait_for(self.restorer.way.make(), way.WAY_S_MAX / 2)
         for slot in slots:
             assert slot.inbox() == (LoadState.DONE, SESSION_TOKENS)
             slot.finish("abort")

@@ -20,7 +20,7 @@ from midstream.session.errors import PoolError
 from midstream.session.layout import Plane, PoolLayout, PoolMeta, cuda_memory
 from midstream.sidecar.mover import device_lanes
 from midstream.sidecar.mover.device import Device, Job, Side
-from midstream.sidecar.mover.device_lanes import STAGINGS, Lanes, Urgency
+from midstream.sidecar.mover.device_lanes import BACKGROUND_LANES, STAGINGS, URGENT_LANES, Lanes, Urgency
 from midstream.sidecar.mover.device_pool import DevicePool
 from midstream.sidecar.mover.pools import Copied, Copies
 
@@ -290,6 +290,33 @@ def test_a_restore_has_the_next_staging_area_whoever_came_before_it() -> None:
     lanes.close()
 
 
+def test_while_a_restore_has_a_lane_nothing_is_begun_in_the_background_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lanes, order = Lanes(cast(Any, Calls(Driver()))), list[str]()
+    monkeypatch.setattr(device_lanes, "WAY_S_MAX", 20.0)
+
+    def use() -> None:
+        with lanes.lane(Urgency.BACKGROUND):
+            order.append("background")
+
+    with lanes.lane(Urgency.RESTORE):
+        with lanes.lane(Urgency.RESTORE):
+            user = threading.Thread(target=use)
+            user.start()
+            time.sleep(0.02)
+            order.append("first")
+        time.sleep(0.02)
+        order.append("second")
+    user.join(20)
+    assert order == ["first", "second", "background"]
+    monkeypatch.setattr(device_lanes, "WAY_S_MAX", 0.01)
+    with lanes.lane(Urgency.RESTORE), lanes.lane(Urgency.BACKGROUND):
+        order.append("both")
+    assert order[-1] == "both"
+    lanes.close()
+
+
 def test_who_waits_for_a_staging_area_in_vain_is_told_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_lanes, "WAIT_S_MAX", 0.02)
     lanes = Lanes(cast(Any, Calls(Driver())))
@@ -307,7 +334,7 @@ def test_the_memory_of_lanes_that_were_dropped_is_never_another_ones() -> None:
     for _ in range(20):
         lanes = Lanes(cast(Any, Calls(driver)))
         del lanes
-    assert len(driver.pinned) == 20 * 6
+    assert len(driver.pinned) == 20 * (URGENT_LANES + BACKGROUND_LANES)
 
 
 def test_lanes_that_could_not_all_be_made_leave_nothing() -> None:
