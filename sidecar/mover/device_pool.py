@@ -124,6 +124,8 @@ class DevicePool:
         """Put blocks' bytes where they belong, a staging area at a time."""
         self._check(blocks)
         size = self.layout.block_bytes
+        if len(raws) != len(blocks) or any(len(raw) != size for raw in raws):
+            raise PoolError(f"pool {self.name}: its {len(blocks)} blocks have {size} bytes each; give as many")
         step = STAGING_BYTES // size
         for at in range(0, len(blocks), step):
             part = blocks[at : at + step]

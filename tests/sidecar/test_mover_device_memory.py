@@ -23,7 +23,7 @@ from midstream.sidecar.mover.device import Device, Job, Pieces, Side
 from midstream.sidecar.mover.device_lanes import Urgency
 from midstream.sidecar.mover.device_pool import DevicePool
 from midstream.sidecar.mover.host_pool import HostPool
-from midstream.sidecar.mover.pools import Copies, HostBlocks
+from midstream.sidecar.mover.pools import BlockDamaged, Copies, HostBlocks
 from midstream.sidecar.mover.rank_pools import RankPools
 from support.memory_rig import mapped
 
@@ -32,6 +32,12 @@ BYTES = 96
 POOL_AT = 1 << 30
 # How far staging areas are apart.
 AREA = 1 << 20
+
+
+def pinned() -> dict[str, Any]:
+    """Memory of this process."""
+    memory = bytearray(40 * BYTES)
+    return {"memory": memory, "view": memoryview(memory), "address": mapped(memory).address}
 
 
 class Card:
@@ -43,6 +49,8 @@ class Card:
         self.memory: dict[int, list[int]] = {POOL_AT: [100 + n for n in range(40)], AREA: [0] * 40, 2 * AREA: [0] * 40}
         self.pieces: list[tuple[int, int]] = []
         self.together = self.taken = 0
+        # Of each staging area its memory here.
+        self.pinned = {address: SimpleNamespace(device_address=address, **pinned()) for address in (AREA, 2 * AREA)}
         self._areas: queue.Queue[int] = queue.Queue()
         self._lock = threading.Lock()
         for address in (AREA, 2 * AREA):
@@ -59,7 +67,7 @@ class Card:
         up: Pieces = (),
         down: Pieces = (),
     ) -> "array[int]":
-        assert len(job.expected) == len(job.sources) == len(job.destinations)
+        assert len(job.sources) == len(job.destinations) >= len(job.expected)
         assert (bool(up), bool(down)) == (urgency is Urgency.RESTORE, urgency is Urgency.BACKGROUND)
         for address, area, number in self._blocks(up):
             self.memory[area][number] = int.from_bytes(ctypes.string_at(address, 8), "little")
@@ -69,7 +77,7 @@ class Card:
             new[to] = old[block]
         for address, area, number in self._blocks(down):
             ctypes.memmove(address, self.memory[area][number].to_bytes(8, "little") * (BYTES // 8), BYTES)
-        return array("Q", (old[block] for block in job.sources))
+        return array("Q", (old[block] for block in job.sources[: len(job.expected)]))
 
     @contextlib.contextmanager
     def staging(self, urgency: Urgency) -> Iterator[Any]:
@@ -80,7 +88,7 @@ class Card:
         # Whoever comes at the same time has come.
         threading.Event().wait(0.01)
         try:
-            yield SimpleNamespace(device_address=address)
+            yield self.pinned[address]
         finally:
             with self._lock:
                 self.taken -= 1
@@ -142,6 +150,30 @@ def test_blocks_come_back_from_where_they_were_put_whatever_the_order(card: Card
     assert [card.memory[POOL_AT][block] for block in room] == [100 + block for block in blocks]
     assert sum(value != 0 for value in card.memory[POOL_AT]) == len(room)
     assert len(started) == 3
+
+
+def test_blocks_that_went_to_disk_come_back_where_they_belong(card: Card, pool: DevicePool) -> None:
+    blocks, room = [7, 3, 30, 4, 12, 13, 14, 1], [20, 21, 22, 5, 6, 7, 39, 0]
+    raws = list(pool.gather(blocks, [100 + block for block in blocks[:5]]))
+    assert raws == [(100 + block).to_bytes(8, "little") * (BYTES // 8) for block in blocks]
+    card.memory[POOL_AT][:] = [0] * 40
+    # They are nobody else's memory: the areas were used again since, and are now.
+    pool.scatter(raws, room)
+    assert [card.memory[POOL_AT][block] for block in room] == [100 + block for block in blocks]
+    assert raws == [(100 + block).to_bytes(8, "little") * (BYTES // 8) for block in blocks]
+    for bad in (raws[:-1], [*raws[:-1], raws[0][:-1]]):
+        with pytest.raises(PoolError, match="give as many"):
+            pool.scatter(bad, room)
+
+
+@pytest.mark.parametrize("damaged", [0, 2, 3, 4])
+def test_no_block_that_differs_is_given_out_nor_any_after_it(pool: DevicePool, damaged: int) -> None:
+    blocks = [7, 3, 30, 4, 12]
+    expected = [100 + block ^ (index == damaged) for index, block in enumerate(blocks)]
+    given, found = pool.gather(blocks, expected), list[bytes]()
+    with pytest.raises(BlockDamaged) as caught:
+        found.extend(given)
+    assert (len(found), caught.value.index) == (damaged, damaged)
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_copied(card: Card, pool: DevicePool) -> None:
