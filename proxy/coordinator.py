@@ -50,7 +50,7 @@ class Placement:
     `expected` are the journaled output ids (they begin with whatever was delivered); what the worker replays or
     regenerates must begin with them. `finish` is set when the journal already holds the whole answer. `fetched` is done
     when nothing is needed of the worker before this one any more: after a planned move, which leaves that one alive,
-    its request must be kept until then.
+    its request must be kept until then. `front_ends` is how many processes of the worker read requests.
     """
 
     worker: str
@@ -60,6 +60,7 @@ class Placement:
     expected: tuple[int, ...] = ()
     finish: str | None = None
     fetched: "asyncio.Future[None] | None" = None
+    front_ends: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ class Generation:
         # Requests come one by one, takeovers by the dozen. The head of an unstreamed answer does not tell when the
         # request was read.
         many = placement.marker.generation > 1 and self.facts.stream
-        async with self.upstream.turns.at(placement.base_url) if many else nullcontext():
+        async with self.upstream.turns.at(placement.base_url, placement.front_ends) if many else nullcontext():
             return await self.upstream.request(
                 "POST",
                 target(placement.base_url, self.raw_path),

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from weakref import WeakValueDictionary
 
+# For each process that reads requests.
 AT_ONCE = 3
 # Longer than a front end takes to read a prompt of some ten thousand tokens.
 LONGEST_S = 0.05
@@ -24,9 +25,9 @@ class Turns:
         self._of_workers: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     @asynccontextmanager
-    async def at(self, worker: str) -> AsyncIterator[None]:
+    async def at(self, worker: str, front_ends: int = 1) -> AsyncIterator[None]:
         """One's turn at a worker, first come, first served; over with the block, or before that after a while."""
-        turns = self._of_workers.setdefault(worker, asyncio.Semaphore(AT_ONCE))
+        turns = self._of_workers.setdefault(worker, asyncio.Semaphore(AT_ONCE * front_ends))
         await turns.acquire()
         mine = _Turn(turns)
         ending = asyncio.get_running_loop().call_later(LONGEST_S, mine.end)

@@ -255,6 +255,7 @@ class Takeovers:
             expected=chosen.expected,
             finish=chosen.finish or None,
             fetched=record.fetched,
+            front_ends=epoch.front_ends,
         )
 
     def _tell_of_ranks(self, record: Record, chosen: Plan) -> None:

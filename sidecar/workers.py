@@ -24,6 +24,8 @@ from .supervise import WorkerState
 _LOG = logging.getLogger("midstream.workers")
 
 SESSIONS_MAX_UNKNOWN = 1_000_000
+# More than that an engine cannot mean.
+FRONT_ENDS_MAX = 256
 SETTLED = (WorkerState.READY, WorkerState.DRAINING, WorkerState.FAILED, WorkerState.STOPPED)
 
 
@@ -49,6 +51,12 @@ class Epoch:
     def pools(self) -> list[str]:
         """Names of its pools in the holder, one a rank."""
         return [str(name) for name in self.facts.get("pools") or []]
+
+    @property
+    def front_ends(self) -> int:
+        """How many processes read its requests."""
+        count = self.facts.get("front_ends")
+        return count if type(count) is int and 0 < count <= FRONT_ENDS_MAX else 1
 
     @property
     def id(self) -> tuple[str, int]:

@@ -43,6 +43,8 @@ def facts_of(settings: PluginSettings, vllm_config: Any, kv_cache_config: Any) -
         "inexact": inexact,
         "block_tokens": vllm_config.cache_config.block_size,
         "max_sessions": vllm_config.scheduler_config.max_num_seqs,
+        # vLLM's `--api-server-count`.
+        "front_ends": getattr(vllm_config.parallel_config, "_api_process_count", 1),
     }
     return facts, adopted
 

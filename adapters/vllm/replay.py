@@ -13,6 +13,7 @@ from ...session.marker import Resume
 from ..guard import log, patch, report
 from .marking import checked_marker, ending_of
 from .piecewise import kept_apart, needs_pieces
+from .prompt_tail import begin_with_tail
 
 # Requests that are being added, and what is to be replayed of them.
 _due: dict[str, Resume] = {}
@@ -65,6 +66,7 @@ def _replay(processor: Any, request: Any, resume: Resume) -> None:
     from vllm.v1.engine import EngineCoreOutput, FinishReason
 
     state = processor.request_states[request.request_id]
+    begin_with_tail(state.detokenizer, request.prompt_token_ids)
     if state.stats is not None:
         # Statistics of the first token divide by times that only a first step would set.
         state.stats.first_token_ts = state.stats.last_token_ts = time.monotonic()

@@ -73,7 +73,8 @@ def _run(part: str, options: argparse.Namespace, results: Results, clock: Clock)
             uvloop.run(overhead.measure(large, folder, results, clock, rounds=options.rounds))
         case "gap":
             large = write_large(small, options.home / "large")
-            uvloop.run(gap.measure(large, folder, results, clock, wanted=gap.scenes(options.scenes)))
+            wanted = gap.scenes(options.scenes)
+            uvloop.run(gap.measure(large, folder, results, clock, wanted=wanted, front_ends=options.front_ends))
             gap.compare(results)
         case _:
             kinds = [exact.Kind(word) for word in options.kills.split(",")]
@@ -88,12 +89,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=570.0, help="seconds for all parts together")
     parser.add_argument("--rounds", type=int, default=5, help="overhead: pairs of runs for each variant")
     parser.add_argument("--scenes", default=gap.SCENES, help="gap: strategy:STREAMSxPROMPT_TOKENS, with commas")
+    parser.add_argument("--front-ends", type=int, default=4, help="gap: processes of each engine that read requests")
     kinds = ", ".join(exact.Kind)
     parser.add_argument("--kills", default=exact.KILLS, help=f"exact: some of {kinds}, in order")
     parser.add_argument("--copy-sessions", type=int, default=32, help="copy: sessions of 4,000 tokens at once")
     options = parser.parse_args(arguments)
     if not 1 <= options.rounds <= 100 or options.limit <= 0 or not 1 <= options.copy_sessions <= 64:
         parser.error("--rounds must be 1 to 100, --copy-sessions 1 to 64, and --limit above 0")
+    if not 1 <= options.front_ends <= 32:
+        parser.error("--front-ends must be 1 to 32")
     try:
         gap.scenes(options.scenes)
         [exact.Kind(word) for word in options.kills.split(",")]

@@ -96,10 +96,12 @@ class Struck:
     gone_ms: float | None = None
 
 
-async def measure(model: Path, folder: Path, results: Results, clock: Clock, *, wanted: Sequence[Scene]) -> None:
+async def measure(
+    model: Path, folder: Path, results: Results, clock: Clock, *, wanted: Sequence[Scene], front_ends: int
+) -> None:
     """All scenes, as far as there is time. EngineError when an engine or the sidecar does not come up."""
     async with fleet(folder) as engines:
-        command = serve(model, *large_options(KV_BYTES))
+        command = serve(model, *large_options(KV_BYTES), "--api-server-count", str(front_ends))
         for name in (VICTIM, STANDBY):
             engines.add(name, command)
         await engines.front([VICTIM, STANDBY], settings=settings_of(wanted[0].strategy, Plan()))

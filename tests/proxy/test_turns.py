@@ -88,3 +88,18 @@ async def test_workers_do_not_wait_for_each_other_and_are_forgotten() -> None:
         assert len(mine._of_workers) == 2
     gc.collect()
     assert not mine._of_workers
+
+
+async def test_a_worker_of_several_front_ends_gets_so_many_times_as_many() -> None:
+    mine, begun, over = Turns(), list[int](), asyncio.Event()
+
+    async def one(index: int) -> None:
+        async with mine.at("w", 2):
+            begun.append(index)
+            await over.wait()
+
+    running = [asyncio.create_task(one(index)) for index in range(3 * AT_ONCE)]
+    await settle()
+    assert begun == list(range(2 * AT_ONCE))
+    over.set()
+    await asyncio.gather(*running)

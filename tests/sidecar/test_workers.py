@@ -246,6 +246,14 @@ def test_room_is_what_the_engine_says(fleet: Fleet) -> None:
     assert (candidate.sessions, candidate.sessions_max) == (1, 3)
 
 
+@pytest.mark.parametrize(("told", "front_ends"), [(4, 4), (None, 1), (0, 1), (True, 1), ("4", 1), (1_000_000, 1)])
+def test_front_ends_are_as_many_as_the_engine_can_mean(fleet: Fleet, told: object, front_ends: int) -> None:
+    epoch = fleet.begin(1)
+    fleet.publish(epoch, front_ends=told)
+    epoch.learn()
+    assert epoch.front_ends == front_ends
+
+
 def test_only_dead_epochs_of_which_nothing_is_left_are_past_use() -> None:
     own = told_processes()
     gone = {**own, "processes": [[os.getpid(), 1]]}

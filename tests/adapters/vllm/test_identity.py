@@ -51,7 +51,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
         monkeypatch.setattr(identity, "_inexact", lambda config, cache: list(inexact))
         monkeypatch.setattr(identity, "HolderClient", lambda path: Holder(pools, silent))
         config = SimpleNamespace(
-            parallel_config=SimpleNamespace(tensor_parallel_size=ranks, pipeline_parallel_size=1),
+            parallel_config=SimpleNamespace(tensor_parallel_size=ranks, pipeline_parallel_size=1, _api_process_count=3),
             cache_config=SimpleNamespace(block_size=16),
             scheduler_config=SimpleNamespace(max_num_seqs=8),
         )
@@ -64,6 +64,7 @@ def test_an_engine_without_obstacles_offers_its_pools(engine: Engine) -> None:
     facts, adopted = engine([], {"w0/2/0": "w0/1/0"})
     assert (facts["pools"], facts["adopted"], facts["inexact"], adopted) == (["w0/2/0"], True, [], True)
     assert facts["key"]["kv_layout"] == "f" * 32
+    assert facts["front_ends"] == 3
     facts, adopted = engine([], {"w0/2/0": None})
     assert (facts["pools"], facts["adopted"], adopted) == (["w0/2/0"], False, False)
 
