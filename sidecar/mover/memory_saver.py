@@ -38,6 +38,8 @@ from .way import Way
 ROUND_S = 0.02
 # Where there is no room for a session, it is not looked at again for so long.
 NO_ROOM_S = 0.25
+# Nor is one whose blocks could not be copied.
+AGAIN_S = 0.25
 # What one call copies: enough that a link is busy, and little enough that a copy never lasts long. While one is on the
 # link, what the one before has brought is entered, and the next one is looked for.
 BATCH_BYTES = 256 << 20
@@ -376,8 +378,9 @@ class MemorySaver:
         except PoolError as error:
             _log.warning("event=tier1_not_copied arena=%s error=%s", path, error)
         finally:
-            # What was not entered, for whatever reason.
+            # What could not be entered, for whatever reason, might not be the next time.
             for one, given in due:
+                one.done.not_before_s = time.monotonic() + AGAIN_S
                 self._drop(one, given, 0)
         return kept
 

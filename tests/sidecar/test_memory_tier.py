@@ -271,6 +271,26 @@ async def test_what_comes_after_a_call_that_was_dropped_is_dropped_and_sent_agai
     assert bench.saver.behind()["tier1_behind_blocks"] == 0
 
 
+async def test_what_cannot_be_copied_is_not_tried_without_a_pause(
+    bench: MemoryBench, old: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(old, 1, 75, range(20))
+    await bench.look(old)
+    calls: list[int] = []
+
+    def refused(self: HostPool, blocks: Sequence[int], to: HostBlocks) -> list[int]:
+        calls.append(len(blocks))
+        raise PoolError("the link is down; look at it")
+
+    monkeypatch.setattr(HostPool, "save", refused)
+    running = asyncio.create_task(bench.saver.run())
+    await asyncio.sleep(0.4)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert 1 <= len(calls) <= 3
+    assert (bench.area.slabs_used, bench.kept(1)) == (0, 0)
+
+
 async def test_nothing_is_copied_or_entered_while_a_session_waits_for_its_kv(bench: MemoryBench, old: Worker) -> None:
     run(old, 1, 75, range(20))
     await bench.look(old)
