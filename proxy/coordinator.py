@@ -117,8 +117,10 @@ class Coordinator(Protocol):
         """Whether the placement's engine noted that it did not finish the request, whatever its answer says."""
         ...
 
-    def outcome(self, facts: SessionFacts) -> Outcome | None:
+    def outcome(self, facts: SessionFacts, tokens: int | None = None) -> Outcome | None:
         """What the session's takeovers came to: its least exact one; None when there was none.
+
+        `tokens` is how many outputs the client has in all, where that is known.
 
         What an engine reports of itself decides; ask when the stream is over, for a first token that was only
         journaled can be sent before its engine has its KV.
@@ -129,8 +131,8 @@ class Coordinator(Protocol):
         """What a worker replayed is not what was journaled; nothing of it was sent."""
         ...
 
-    def ended(self, facts: SessionFacts, ending: str, tokens: int = 0) -> None:
-        """The session is over, and `tokens` were streamed to its client.
+    def ended(self, facts: SessionFacts, ending: str, tokens: int | None = None) -> None:
+        """The session is over, and `tokens` were streamed to its client, if it was a stream.
 
         `ending` is 'finished', 'cancelled' (by the client) or 'failed'.
         """

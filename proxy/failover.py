@@ -71,11 +71,11 @@ class Failover:
         self._gaps_s.append(gap_s)
         self._coordinator.resumed(self._facts, placement, gap_s)
 
-    def report(self) -> Report:
-        """What happened, for a client that asked; call it when the answer is over."""
-        return Report.of_session(self._coordinator.outcome(self._facts), self._gaps_s)
+    def report(self, tokens: int | None = None) -> Report:
+        """What happened, for a client that asked; call it when the answer is over, with its tokens if they are known."""
+        return Report.of_session(self._coordinator.outcome(self._facts, tokens), self._gaps_s)
 
-    def ended(self, ending: str, tokens: int = 0) -> None:
+    def ended(self, ending: str, tokens: int | None = None) -> None:
         """The session is over."""
         if not self._ended:
             self._ended = True

@@ -49,14 +49,14 @@ class OneWorker:
         """Nothing is noted here."""
         return False
 
-    def outcome(self, facts: SessionFacts) -> Outcome | None:
+    def outcome(self, facts: SessionFacts, tokens: int | None = None) -> Outcome | None:
         """Nothing is taken over."""
         return None
 
     def mismatched(self, facts: SessionFacts, placement: Placement, text: str) -> None:
         """Nothing to note."""
 
-    def ended(self, facts: SessionFacts, ending: str, tokens: int = 0) -> None:
+    def ended(self, facts: SessionFacts, ending: str, tokens: int | None = None) -> None:
         """Nothing to note."""
 
     def plain_upstream(self) -> str:

@@ -258,7 +258,7 @@ class StreamHandler:
         if not self._closed:
             self._closed = True
             if self._generation.wants_report:
-                await response.write(encode_comment(str(self._failover.report())))
+                await response.write(encode_comment(str(self._failover.report(len(self._splicer.delivered)))))
             await response.write_eof()
         return response
 

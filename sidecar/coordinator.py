@@ -162,9 +162,9 @@ class SidecarCoordinator:
         slot = self._records[facts.session].owner.slot()
         return slot is not None and slot.finish in ("abort", "error")
 
-    def outcome(self, facts: SessionFacts) -> Outcome | None:
+    def outcome(self, facts: SessionFacts, tokens: int | None = None) -> Outcome | None:
         """The session's least exact takeover."""
-        return self._settling.worst(self._records[facts.session])
+        return self._settling.worst(self._records[facts.session], tokens)
 
     def mismatched(self, facts: SessionFacts, placement: Placement, text: str) -> None:
         """A worker's replay is not what was journaled."""
@@ -174,15 +174,15 @@ class SidecarCoordinator:
             facts.session, placement.worker, placement.marker.generation, text,
         )  # fmt: skip
 
-    def ended(self, facts: SessionFacts, ending: str, tokens: int = 0) -> None:
+    def ended(self, facts: SessionFacts, ending: str, tokens: int | None = None) -> None:
         """The session is over."""
-        self._metrics.tokens_sent.inc(tokens)
+        self._metrics.tokens_sent.inc(tokens or 0)
         record = self._records.pop(facts.session, None)
         if record is None:
             return
         if not self._records:
             self._idle.set()
-        self._settling.ended(record)
+        self._settling.ended(record, tokens if ending == SessionState.FINISHED else None)
         if record.tracker.state is not SessionState.REFUSED:
             failovers = record.tracker.failovers
             if ending == SessionState.FAILED and failovers and not failovers[-1].outcome:

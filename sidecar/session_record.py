@@ -162,8 +162,12 @@ def finish_of(record: Record) -> str:
     return ""
 
 
-def outcome_of(record: Record, slot: Slot | None, gap_s: float) -> tuple[Outcome, Failed]:
-    """What a failover came to, by what the new owner's engine reported of itself."""
+def outcome_of(record: Record, slot: Slot | None, gap_s: float, *, sent: int | None = None) -> tuple[Outcome, Failed]:
+    """What a failover came to, by what the new owner's engine reported of itself.
+
+    `sent` is how many outputs the client had when the answer was over: where these are not more than were journaled, a
+    stop string that the new front end found in them has ended it, and nothing that was computed again is in it.
+    """
     chosen = record.plan
     assert chosen is not None
     loaded, again = (slot.loaded, slot.recomputed) if slot is not None else (0, 0)
@@ -177,6 +181,8 @@ def outcome_of(record: Record, slot: Slot | None, gap_s: float) -> tuple[Outcome
         else:
             outcome, tier = Outcome.RECOMPUTED, Tier.JOURNAL
             detail = _why_not_restored(record.restore) or "the engine did not get its KV"
+    elif tier is Tier.JOURNAL and slot is None and sent is not None and sent <= len(chosen.outputs):
+        outcome = Outcome.EXACT
     elif tier is Tier.JOURNAL:
         outcome = Outcome.RECOMPUTED
     else:

@@ -63,8 +63,11 @@ class Settling:
         else:
             self.conclude(record, over=True)
 
-    def conclude(self, record: Record, *, over: bool = False) -> bool:
-        """Say what the last failover came to, if it is known; `over`: there is nothing more to wait for."""
+    def conclude(self, record: Record, *, over: bool = False, sent: int | None = None) -> bool:
+        """Say what the last failover came to, if it is known; `over`: there is nothing more to wait for.
+
+        `sent`: how many outputs the client had when the answer ended, which it then has.
+        """
         if record.gap_s is None:
             return True
         seen = record.owner.slot()
@@ -76,16 +79,16 @@ class Settling:
         # Read anew: what the engine says of its KV is written before the token by which it is seen to have settled.
         slot = record.owner.slot()
         gap_s, record.gap_s = record.gap_s, None
-        self.came_to(record, slot, gap_s)
+        self.came_to(record, slot, gap_s, sent=sent)
         # A first token that was only journaled can be sent before the engine has any KV: the old place is kept then.
         if record.source is not record.owner and has_kv(record, slot):
             self.move_source(record, record.owner)
         self.stop_restore(record)
         return True
 
-    def came_to(self, record: Record, slot: Slot | None, gap_s: float | None) -> None:
+    def came_to(self, record: Record, slot: Slot | None, gap_s: float | None, *, sent: int | None = None) -> None:
         """The last failover is over; `gap_s` is None if the client has noticed nothing of it yet."""
-        outcome, failed = outcome_of(record, slot, gap_s or 0.0)
+        outcome, failed = outcome_of(record, slot, gap_s or 0.0, sent=sent)
         record.tracker = record.tracker.resumed(failed)
         failed = record.tracker.failovers[-1]
         self._metrics.failover(
@@ -99,9 +102,9 @@ class Settling:
             failed.detail or "-",
         )  # fmt: skip
 
-    def worst(self, record: Record) -> Outcome | None:
-        """The session's least exact takeover."""
-        self.conclude(record, over=True)
+    def worst(self, record: Record, sent: int | None) -> Outcome | None:
+        """The least exact takeover of a session whose answer is over."""
+        self.conclude(record, over=True, sent=sent)
         known = {f.outcome for f in record.tracker.failovers}
         return next((o for o in LEAST_EXACT_FIRST if o.value in known), None)
 
@@ -131,9 +134,9 @@ class Settling:
         record.gap_s = None
         self._stop_waiting(record)
 
-    def ended(self, record: Record) -> None:
+    def ended(self, record: Record, sent: int | None) -> None:
         """The session is over."""
-        self.conclude(record, over=True)
+        self.conclude(record, over=True, sent=sent)
         self.stop_restore(record)
         self._stop_waiting(record)
         self.old_owner_done(record)

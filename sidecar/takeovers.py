@@ -311,7 +311,9 @@ class Takeovers:
     def _take_whole_answer(self, record: Record) -> bool:
         """Whether the source's engine, which goes on after a planned move, has come to the end; it is known then."""
         slot = record.source.slot()
-        if record.fetched is None or slot is None or slot.finish not in ("stop", "length"):
+        # Its request is open until its KV was fetched, so nobody but its own front end has aborted it: for a stop
+        # string, which the next one finds as well.
+        if record.fetched is None or slot is None or slot.finish not in ("stop", "length", "abort"):
             return False
         whole = record.source.journal(slot)
         if known_outputs(whole, record.known) != whole:

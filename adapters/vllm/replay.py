@@ -6,6 +6,7 @@ reaches the core.
 """
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -87,10 +88,11 @@ def _replay(processor: Any, request: Any, resume: Resume) -> None:
         )
         processor.process_outputs([output])
 
-    if state.queue is None or not needs_pieces(params):
+    apart = state.queue is not None and needs_pieces(params)
+    if not (apart or params.stop):
         process(resume.outputs, is_last=True)
         return
-    with kept_apart(state.queue):
+    with kept_apart(state.queue) if apart else nullcontext():
         for count, token in enumerate(resume.outputs, 1):
             # A stop string may end the request before its last token.
             if request.request_id in processor.request_states:
@@ -119,20 +121,13 @@ def _ending(original: Any) -> Any:
         if resume is None:
             await original(self, request, prompt, parent_req, index, queue)
             return
-        states = self.output_processor.request_states
         _due[request.request_id] = resume
         try:
-            if not resume.finish:
-                await original(self, request, prompt, parent_req, index, queue)
-            else:
-                self.output_processor.add_request(request, prompt, parent_req, index, queue)
+            self.output_processor.add_request(request, prompt, parent_req, index, queue)
         finally:
             _due.pop(request.request_id, None)
-        if resume.finish and request.request_id in states:
-            # The replay did not end it (it was reported): have the core compute the ending after all.
+        # Where the replay has come to the answer's end, be it by a stop string, nothing is left for the core to do.
+        if request.request_id in self.output_processor.request_states:
             await self.engine_core.add_request_async(request)
-        elif not resume.finish and request.request_id not in states:
-            # The replay itself found a stop string: there is nothing left for the core to do.
-            await self.engine_core.abort_requests_async([request.request_id])
 
     return _add_request

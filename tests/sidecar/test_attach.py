@@ -351,13 +351,18 @@ async def test_sessions_are_lost_when_a_lifeline_breaks_and_how_the_process_ende
     tmp_path: Path, engine: AttachedEngine
 ) -> None:
     async with Sidecar(tmp_path, engine.url).following() as sidecar:
-        await engine.start("core")
-        core = int((await sidecar.ready(1)).facts["pid"])
         texts: list[str] = []
         sidecar.on_lost = lambda epoch, reason: texts.append(sidecar.worker.text)  # type: ignore[method-assign]
-        os.kill(core, signal.SIGKILL)
-        await until(lambda: "killed by SIGKILL" in sidecar.worker.text)
-        assert texts == [f"process core (pid {core}): the kernel is taking it down"]
+        # On a busy machine a process that has little to give back may be gone before anybody has looked.
+        for epoch in range(1, 6):
+            await engine.start("core")
+            core = int((await sidecar.ready(epoch)).facts["pid"])
+            os.kill(core, signal.SIGKILL)
+            await until(lambda: "killed by SIGKILL" in sidecar.worker.text)
+            assert len(texts) == epoch
+            if texts[-1] == f"process core (pid {core}): the kernel is taking it down":
+                return
+        pytest.fail(f"never told before the process was gone: {texts}")
 
 
 async def test_an_engine_that_is_taken_down_is_not_ready_however_well_it_answers(

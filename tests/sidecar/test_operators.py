@@ -92,6 +92,27 @@ async def test_an_old_owner_that_ends_before_its_kv_was_copied_has_written_the_a
     assert rig.coordinator.outcome(asked()) is Outcome.EXACT
 
 
+@pytest.mark.parametrize(("tokens", "outcome"), [(3, Outcome.EXACT), (4, Outcome.EXACT), (5, Outcome.RECOMPUTED)])
+async def test_an_old_owner_whose_front_end_found_a_stop_string_has_written_the_answer(
+    rig: Rig, tokens: int, outcome: Outcome
+) -> None:
+    placement = await running(rig, 1, 2)
+    rig.mover.restored = RestoreResult(False, reason="finished")
+    await rig.coordinator.operators.move(S)
+    taken = await rig.over(placement, 1, 2, reason=Reason.MOVE)
+    old = rig.engines[placement.worker]
+    assert old.newest is not None
+    # The core has gone on for a step before it heard of the end.
+    old.newest.append_tokens([3, 4])
+    old.finish("abort")
+    assert await asyncio.wait_for(taken.interrupted, 5) is Reason.MOVE
+    again = await rig.over(taken, 1, 2, reason=Reason.MOVE)
+    assert (again.expected, again.finish) == ((1, 2, 3, 4), None)
+    # The next front end replays that, finds the stop string, and its core hears nothing of it.
+    rig.coordinator.resumed(asked(), again, 0.1)
+    assert rig.coordinator.outcome(asked(), tokens) is outcome
+
+
 @pytest.mark.parametrize(("sent", "outcome"), [((1, 2), Outcome.EXACT), ((1, 2, 3), Outcome.RECOMPUTED)])
 async def test_what_began_to_be_recomputed_counts_only_if_any_of_it_was_sent(
     rig: Rig, sent: tuple[int, ...], outcome: Outcome

@@ -318,7 +318,7 @@ class ScriptedCoordinator:
         """Whether the engine noted that it did not finish the request."""
         return facts.session in self._engine(facts).given_up
 
-    def outcome(self, facts: SessionFacts) -> Outcome | None:
+    def outcome(self, facts: SessionFacts, tokens: int | None = None) -> Outcome | None:
         """Of the last takeover."""
         return self._outcome
 
@@ -326,7 +326,7 @@ class ScriptedCoordinator:
         """Note it."""
         self.calls.append(("mismatched", text))
 
-    def ended(self, facts: SessionFacts, ending: str, tokens: int = 0) -> None:
+    def ended(self, facts: SessionFacts, ending: str, tokens: int | None = None) -> None:
         """Note it."""
         self.calls.append(("ended", ending))
 

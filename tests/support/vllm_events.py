@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 
 from midstream.loadtest.harness import Victim, kill_worker
+from midstream.session.errors import Refused
 from midstream.session.ids import SessionId
 from midstream.sidecar.control_client import ControlClient
 
@@ -154,6 +155,8 @@ async def _moved(rig: Rig, http: aiohttp.ClientSession, case: EventCase, cut: in
         heard = await hear(http, rig.sidecar.url, case, begun=begun)
         assert moves, heard
         assert await moves[0] >= cut
+    if "outcome=undisturbed" in heard.report:
+        raise Refused("ended", f"the end of the answer overtook its move at {cut}")
     return heard
 
 
