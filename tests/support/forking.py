@@ -1,8 +1,8 @@
 """A plugin of vLLM's, for tests alone: the processes of an engine are forked and not spawned.
 
 vLLM forks or spawns as VLLM_WORKER_MULTIPROC_METHOD says, but for the CPU, where it always spawns: then three processes
-import all of it one after the other, which is most of a start. Those of the contract and those that are started by hand
-do spawn.
+import all of it one after the other, which is most of a start. Those that are started by hand do spawn, and so do those
+of the end-to-end tests.
 """
 
 import os

@@ -8,6 +8,7 @@ from contracts.engine_suite import EngineContract, beside, fallen, first, mover,
 from midstream.adapters.vllm.adapter import VllmAdapter
 from midstream.session.marker import Marker
 from midstream.sidecar.environments import VLLM_ENVIRON
+from support import forking
 from support.beside import EngineUnderTest
 from support.vllm_rig import BLOCK_TOKENS, START_S, vllm_command
 
@@ -32,7 +33,7 @@ def engine() -> EngineUnderTest:
     return EngineUnderTest(
         WithoutEnd(),
         tuple(vllm_command("--max-model-len", "2048")),
-        VLLM_ENVIRON,
+        {**VLLM_ENVIRON, forking.VARIABLE: "1"},
         model="smollm2",
         block_tokens=BLOCK_TOKENS,
         streams=3,

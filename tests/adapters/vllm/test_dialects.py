@@ -135,10 +135,10 @@ async def test_all_of_them_go_on_after_one_kill(rig: Rig, http: aiohttp.ClientSe
 
 async def test_unstreamed_answers_go_on_too(rig: Rig, http: aiohttp.ClientSession) -> None:
     await rig.ready(http)
-    for name in ("response", "response that calls a tool", "message", "message that calls a tool"):
-        case = CASES[name]
-        whole = EventCase(case.path, {**case.body, "stream": False})
-        undisturbed = await hear(http, rig.sidecar.url, whole)
+    names = ("response", "response that calls a tool", "message", "message that calls a tool")
+    wholes = [EventCase(CASES[name].path, {**CASES[name].body, "stream": False}) for name in names]
+    plain = await asyncio.gather(*(hear(http, rig.sidecar.url, whole) for whole in wholes))
+    for name, whole, undisturbed in zip(names, wholes, plain, strict=True):
         seen = {s["session"] for s in await rig.sidecar.sessions(http)}
         running = asyncio.create_task(hear(http, rig.sidecar.url, whole))
         await move_newest(rig, http, seen, 15)
