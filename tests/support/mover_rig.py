@@ -178,8 +178,9 @@ class Processes:
         return self.mover_path
 
     def log(self) -> str:
-        """What the mover wrote to its log."""
-        return (self.folder / "mover.log").read_text()
+        """What the mover wrote to its log, if one was started."""
+        path = self.folder / "mover.log"
+        return path.read_text() if path.exists() else ""
 
     def stop(self) -> None:
         """Kill both."""
