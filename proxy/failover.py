@@ -72,7 +72,7 @@ class Failover:
         self._coordinator.resumed(self._facts, placement, gap_s)
 
     def report(self, tokens: int | None = None) -> Report:
-        """What happened, for a client that asked; call it when the answer is over, with its tokens if they are known."""
+        """What happened, for a client that asked; call it when the answer is over, with its tokens if known."""
         return Report.of_session(self._coordinator.outcome(self._facts, tokens), self._gaps_s)
 
     def ended(self, ending: str, tokens: int | None = None) -> None:
