@@ -92,7 +92,7 @@ ALWAYS_ENGINE_SIDE = tuple(
     f"session/{name}.py" for name in ("ids", "errors", "marker", "arena", "held", "layout", "key")
 )
 # Builds of torch for GPUs bring the bindings of CUDA.
-VLLM = {"vllm", "torch", "numpy", "cuda"}
+VLLM = {"vllm", "torch", "numpy", "cuda", "tokenizers"}
 SGLANG_SIDE = sorted(
     f"adapters/sglang/{path.name}" for path in (ROOT / "adapters" / "sglang").glob("*.py") if path.name != "adapter.py"
 )
