@@ -316,7 +316,10 @@ class MemorySaver:
 
         It is damaged, or has no room, or what has filled was sent, nothing was let go, and no tail is wanted.
         """
-        if done.damaged and done.table_generation == slot.table_generation:
+        if done.table_generation != slot.table_generation:
+            # Its KV was computed anew: as many sums say nothing of what is kept.
+            return False
+        if done.damaged:
             return True
         if time.monotonic() < done.not_before_s:
             return True

@@ -566,6 +566,24 @@ async def test_kv_that_was_computed_anew_takes_the_place_of_what_was_kept(
     assert old.view[place[0]] == new.view[place[1]]
 
 
+async def test_kv_that_was_computed_anew_after_a_preemption_takes_the_place_of_what_was_kept(
+    bench: MemoryBench, old: Worker, new: Worker
+) -> None:
+    slot = run(old, 1, 7, [1, 2, 3])
+    assert await bench.turn(old) == 3
+    said = outputs(7)
+    slot.set_blocks([11, 12, 13, 14])
+    old.write([*PROMPT, *said], range(12), [11, 12, 13, 14])
+    # As by another kernel: the second block has other bits. No block more has filled than was kept before.
+    old.view[old.layout.spans(12)[0][0]] ^= 1
+    old.decode(slot, PROMPT, said, [11, 12, 13, 14], 500)
+    assert await bench.turn(old) == 2
+    waits = new.wait(session(1), PROMPT, outputs(7), [9, 8, 7, 6])
+    assert (await bench.restore(new, 1)).ok
+    assert waits.inbox() == (LoadState.DONE, 12)
+    assert new.view[new.layout.spans(8)[0][0]] == old.view[old.layout.spans(12)[0][0]]
+
+
 async def test_what_an_owner_before_wrote_beyond_the_cut_is_dropped_when_the_session_goes_on_otherwise(
     tmp_path: Path, holder: HolderClient, old: Worker, new: Worker
 ) -> None:
