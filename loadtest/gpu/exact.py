@@ -41,6 +41,9 @@ CUT_TOKENS = 40
 TOKENS, TOKENS_DISK = 240, 1500
 SNAPSHOTS_S = 2.0
 UNDISTURBED, INTERRUPTED = ("first", "second"), "interrupted"
+# Of a takeover, as the sidecar tells it.
+EXACT, CAME_TO_NOTHING = "exact", "interrupted"
+DETAIL_MAX = 200
 KILLS = "kill,kill,fault,memory,memory,disk"
 PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.1}
 LONG = "The quick brown fox jumps over the lazy dog. " * 100
@@ -137,11 +140,32 @@ def judge(wanted: Sequence[Answer], got: Answer) -> str:
     return "identical" if got.same_as(first) else "different"
 
 
+def verdict_of(
+    question: str, kind: Kind, wanted: Sequence[Answer], got: Answer, outcomes: Sequence[Mapping[str, Any]]
+) -> Verdict | None:
+    """What became of an answer of whose session the sidecar told `outcomes`; None where nothing befell it.
+
+    Of several takeovers one that was not exact decides; those that came to nothing were followed by another. None is
+    told of what ran on the engine that lives, nor of what was lost before its session had a name: that one is broken.
+    """
+    verdict = judge(wanted, got)
+    if not outcomes:
+        why = str(got.error or got.violations or "no finish")[:DETAIL_MAX]
+        return Verdict(question, kind, verdict, "none", "none", why) if verdict == "broken" else None
+    came_to = [o for o in outcomes if o["outcome"] != CAME_TO_NOTHING] or outcomes
+    told = next((o for o in reversed(came_to) if o["outcome"] != EXACT), came_to[-1])
+    return Verdict(
+        question, kind, verdict, str(told["outcome"]), str(told["tier"]), str(told["detail"]), int(told["lag"]),
+        int(told["cut"]),
+    )  # fmt: skip
+
+
 async def measure(
     model: Path, folder: Path, results: Results, clock: Clock, *, kinds: Sequence[Kind] = (Kind.KILL, Kind.FAULT)
 ) -> list[Verdict]:
     """One kill of each of `kinds`, in order, as far as there is time."""
     found: list[Verdict] = []
+    ran: list[Kind] = []
     with tempfile.TemporaryDirectory(prefix="midstream-gpu-") as place:
         triggers = {name: Path(place) / f"fault-{name}" for name in NAMES}
         fault.dist_info(Path(place))
@@ -157,7 +181,8 @@ async def measure(
             took_s = 0.0
             for number, kind in enumerate(kinds):
                 if number and clock.left_s() < took_s + 40.0:
-                    results.missing(PART, f"kill {number + 1}, {kind}", "the time was over")
+                    for later, left in enumerate(kinds[number:], number + 1):
+                        results.missing(PART, f"kill {later}, {left}", "the time was over")
                     break
                 if number and SETTINGS.get(kind) != SETTINGS.get(kinds[number - 1]):
                     await _front(engines, kind, store)
@@ -165,9 +190,10 @@ async def measure(
                 await engines.ready(NAMES, timeout_s=min(clock.left_s(), BACK_S))
                 took_s = max(took_s, time.monotonic() - began_s)
                 found += await _kill(engines, kind, number, triggers, store, results)
+                ran.append(kind)
                 if number + 1 < len(kinds):
                     await _begin_again(engines, triggers)
-    tell(found, results)
+    tell(found, ran, results)
     return found
 
 
@@ -206,17 +232,10 @@ async def _kill(
     verdicts = []
     for index, (question, answer) in enumerate(zip(asked, got, strict=True)):
         outcomes = told.get(answer.session, {}).get("outcomes") or []
-        if not outcomes:
-            continue  # it ran on the engine that lives
-        last = outcomes[-1]
-        verdict = judge([run[index] for run in undisturbed], answer)
-        verdicts.append(
-            Verdict(
-                question.name, kind, verdict, str(last["outcome"]), str(last["tier"]), str(last["detail"]),
-                int(last["lag"]), int(last["cut"]),
-            )
-        )  # fmt: skip
-        print(f"{kind} {number + 1}: {verdicts[-1]}", flush=True)
+        verdict = verdict_of(question.name, kind, [run[index] for run in undisturbed], answer, outcomes)
+        if verdict is not None:
+            verdicts.append(verdict)
+            print(f"{kind} {number + 1}: {verdict}", flush=True)
     results.add(PART, f"kill {number + 1} by {kind}", len(verdicts), "interruptions", **_counts(verdicts))
     return verdicts
 
@@ -278,11 +297,16 @@ def _counts(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     }
 
 
-def tell(found: Sequence[Verdict], results: Results) -> None:
-    """The totals, for each way in which engines were lost."""
-    for kind in dict.fromkeys(v.kind for v in found):
+def tell(found: Sequence[Verdict], ran: Sequence[Kind], results: Results) -> None:
+    """The totals, for each way in which engines were lost: those that `ran`, whether or not sessions were found."""
+    if not ran:
+        results.missing(PART, "identical", "no engine was lost")
+    for kind in dict.fromkeys(ran):
         mine = [v for v in found if v.kind is kind]
-        identical = sum(v.verdict == "identical" and v.outcome == "exact" for v in mine)
+        if not mine:
+            results.missing(PART, f"{kind}: identical", "no session was interrupted")
+            continue
+        identical = sum(v.verdict == "identical" and v.outcome == EXACT for v in mine)
         results.add(
             PART, f"{kind}: identical", identical, "sessions", bar=len(mine), at_least=True, **_counts(mine)
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.metadata
+import io
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from midstream.loadtest.gpu.engines import CONNECTOR, Engine, lives
 from midstream.loadtest.gpu.fleet import kill_core
 from midstream.loadtest.gpu.models import LARGE, large_options, serve, small_options, write_large
 from midstream.loadtest.gpu.place import ROOT, place
+from midstream.loadtest.gpu.results import Figure, Results
 from midstream.loadtest.gpu.streams import Load
 from midstream.session.errors import ConfigError, EngineError
 
@@ -127,6 +129,80 @@ def test_an_answer_is_judged_by_undisturbed_ones_that_agree() -> None:
     assert exact.judge([half, half], half) == "identical"
     half.violations.append("a second role")
     assert exact.judge([half, half], half) == "broken"
+
+
+def takeover(outcome: str, detail: str = "") -> dict[str, object]:
+    """One of a session, as the sidecar tells it."""
+    return {"outcome": outcome, "tier": "held", "detail": detail, "lag": 1, "cut": 40}
+
+
+def verdict(got: Answer, *outcomes: dict[str, object]) -> exact.Verdict | None:
+    return exact.verdict_of("greedy", exact.Kind.KILL, [answer(1, 2), answer(1, 2)], got, outcomes)
+
+
+def test_an_answer_that_was_lost_before_its_session_had_a_name_is_broken() -> None:
+    refused = Answer(status=503, error={"status": 503, "body": "no worker"})
+    found = verdict(refused)
+    assert found is not None
+    assert (found.verdict, found.outcome) == ("broken", "none")
+    assert "503" in found.detail
+    found = verdict(Answer(violations=["the connection broke: ServerDisconnectedError()"]))
+    assert found is not None
+    assert found.verdict == "broken"
+    assert "the connection broke" in found.detail
+    assert verdict(answer(1, done=False)) is not None
+    # It ran on the engine that lives.
+    assert verdict(answer(1, 2)) is None
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "wanted"),
+    [
+        (["exact"], "exact"),
+        (["exact", "exact"], "exact"),
+        (["interrupted", "exact"], "exact"),
+        (["exact", "interrupted"], "exact"),
+        (["recomputed", "exact"], "recomputed"),
+        (["exact", "recomputed", "interrupted"], "recomputed"),
+        (["interrupted"], "interrupted"),
+    ],
+)
+def test_a_takeover_that_was_not_exact_counts_whichever_came_last(outcomes: list[str], wanted: str) -> None:
+    found = verdict(answer(1, 2), *(takeover(outcome, outcome) for outcome in outcomes))
+    assert found is not None
+    assert (found.verdict, found.outcome, found.detail) == ("identical", wanted, wanted)
+
+
+def told_of(found: Sequence[exact.Verdict], ran: Sequence[exact.Kind], folder: Path) -> list[Figure]:
+    results = Results(folder / "figures.jsonl", io.StringIO())
+    exact.tell(found, ran, results)
+    return results.figures
+
+
+def test_what_is_not_identical_and_exact_each_time_does_not_meet_the_bar(tmp_path: Path) -> None:
+    good, bad = (
+        verdict(answer(1, 2), takeover("exact")),
+        verdict(answer(1, 2), takeover("recomputed"), takeover("exact")),
+    )
+    lost = verdict(Answer(status=503, error={"status": 503}))
+    assert good is not None
+    assert bad is not None
+    assert lost is not None
+    kinds = [exact.Kind.KILL, exact.Kind.KILL]
+    assert [figure.met for figure in told_of([good, good], kinds, tmp_path)] == [True]
+    for other in (bad, lost):
+        [figure] = told_of([good, other], kinds, tmp_path)
+        assert (figure.value, figure.bar, figure.met) == (1, 2, False)
+
+
+def test_a_kind_of_loss_that_interrupted_nobody_is_said_to_be_missing(tmp_path: Path) -> None:
+    good = verdict(answer(1, 2), takeover("exact"))
+    assert good is not None
+    kill, disk = told_of([good], [exact.Kind.KILL, exact.Kind.DISK], tmp_path)
+    assert (kill.name, kill.met) == ("kill: identical", True)
+    assert (disk.name, disk.value, disk.more["why"]) == ("disk: identical", None, "no session was interrupted")
+    [nothing] = told_of([], [], tmp_path)
+    assert (nothing.value, nothing.more["why"]) == (None, "no engine was lost")
 
 
 def test_the_fault_is_found_as_a_plugin_and_does_nothing_unless_it_is_told_where(
