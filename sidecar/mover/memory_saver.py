@@ -93,6 +93,11 @@ class _Due:
         end = start + block_tokens
         return range(start, end if index < len(self.sums) else min(end, self.covered.kv_len))
 
+    def entered(self, slabs: Sequence[Slab]) -> int:
+        """How many of the slabs that there were for them the chain has by now, which are the first ones."""
+        kept = self.chain.blocks[self.first :]
+        return sum(one.slab == slab for one, slab in zip(kept, slabs, strict=False))
+
 
 # What one call copies: of each session its blocks in parts, and the room that there is for the first of them.
 _Batch = list[tuple[_Due, list[Slab]]]
@@ -384,7 +389,8 @@ class MemorySaver:
             # What could not be entered, for whatever reason, might not be the next time.
             for one, given in due:
                 one.done.not_before_s = time.monotonic() + AGAIN_S
-                self._drop(one, given, 0)
+                # Of the first of them a part may have been entered.
+                self._drop(one, given, one.entered(given))
         return kept
 
     async def _copied(self, path: Path, due: _Batch) -> Sequence[int]:

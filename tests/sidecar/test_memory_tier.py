@@ -12,6 +12,7 @@ from midstream.session.errors import PoolError
 from midstream.session.held import HolderClient
 from midstream.sidecar.mover import memory_saver
 from midstream.sidecar.mover.host_pool import HostPool
+from midstream.sidecar.mover.memory_index import Chain, Kept
 from midstream.sidecar.mover.orders import Order
 from midstream.sidecar.mover.pools import HostBlocks, Pool, SumKind
 from midstream.sidecar.mover.protocol import Reason
@@ -269,6 +270,37 @@ async def test_what_comes_after_a_call_that_was_dropped_is_dropped_and_sent_agai
     # Each slab of what was dropped is free again, and was counted.
     assert bench.tier.figures.blocks_dropped >= 12
     assert bench.saver.behind()["tier1_behind_blocks"] == 0
+
+
+async def test_of_what_is_entered_in_part_a_chain_keeps_its_slabs_and_the_rest_are_free(
+    bench: MemoryBench, old: Worker, new: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(old, 1, 11, [1, 2, 3, 4])
+    await bench.look(old)
+    keep = bench.tier.keep
+
+    def failing(chain: Chain, ordinal: int, kept: Kept) -> None:
+        if ordinal == 2:
+            raise RuntimeError("no more")
+        keep(chain, ordinal, kept)
+
+    monkeypatch.setattr(bench.tier, "keep", failing)
+    with pytest.raises(RuntimeError, match="no more"):
+        await bench.saver.turn(old.arena)
+    chain = bench.tier.index.get(session(1))
+    assert chain is not None
+    assert (bench.kept(1), bench.area.slabs_used, bench.tier.figures.blocks_dropped) == (8, 2, 2)
+    taken = bench.area.take(chain.story.form, 4)
+    assert not {kept.slab for kept in chain.full} & set(taken)
+    bench.area.give(taken)
+    # After a pause the rest is kept behind them.
+    monkeypatch.setattr(bench.tier, "keep", keep)
+    await asyncio.sleep(memory_saver.AGAIN_S)
+    assert await bench.saver.turn(old.arena) == 2
+    scribble(old)
+    new.wait(session(1), PROMPT, outputs(11), [9, 8, 7, 6])
+    assert (await bench.restore(new, 1)).ok
+    assert len(new.right([*PROMPT, *outputs(11)], range(16), [9, 8, 7, 6])) == 16
 
 
 async def test_what_cannot_be_copied_is_not_tried_without_a_pause(
