@@ -145,7 +145,7 @@ def verdict_of(
 ) -> Verdict | None:
     """What became of an answer of whose session the sidecar told `outcomes`; None where nothing befell it.
 
-    Of several takeovers one that was not exact decides; those that came to nothing were followed by another. None is
+    Of several takeovers one that was not exact decides; those that came to nothing were followed by another. Nothing is
     told of what ran on the engine that lives, nor of what was lost before its session had a name: that one is broken.
     """
     verdict = judge(wanted, got)
