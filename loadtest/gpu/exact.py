@@ -36,7 +36,7 @@ BACK_S = 240.0
 ANSWER_S = 120.0
 FAULT_S = 60.0
 # All that is asked in one kill, which is three runs.
-ANSWERS_S = 40.0
+KILL_S = 40.0
 LOOK_S = 0.01
 CUT_TOKENS = 40
 # A small model is fast: answers must last until somebody has read of a token and killed, or a snapshot was stored.
@@ -168,7 +168,7 @@ def kept_free_s(starts_s: Sequence[float]) -> float:
     The first start is cold and takes twice as long as any later one, so until there was a restart half of it is taken.
     """
     first_s, *restarts_s = starts_s
-    return max(restarts_s, default=first_s / 2) + ANSWERS_S
+    return max(restarts_s, default=first_s / 2) + KILL_S
 
 
 async def measure(
