@@ -21,11 +21,15 @@ HALF = "\ufffd"
 # The violation where that stands elsewhere than at the end of an answer.
 HALF_A_CHARACTER = "half a character"
 
+# What might have come in place of one token, as far as was asked: names and logprobs.
+Alternatives = tuple[tuple[str, float], ...]
+
 
 @dataclass(slots=True)
 class Answer:
     """One answer as a client read it; `arrivals_s` are the times at which chunks with tokens came.
 
+    `logprobs` are those of the tokens themselves, `alternatives` those of the likeliest ones beside each of them.
     `session` is the sidecar's name for it, told to who asks for a report.
     """
 
@@ -35,6 +39,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     prompt_token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    alternatives: list[Alternatives] = field(default_factory=list)
     finish: str = ""
     usage: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
@@ -63,8 +68,10 @@ class Answer:
 
     def same_as(self, other: "Answer") -> bool:
         """Whether no reader could tell the two apart."""
-        mine = (self.text, self.token_ids, self.logprobs, self.finish, _counts(self.usage))
-        return mine == (other.text, other.token_ids, other.logprobs, other.finish, _counts(other.usage))
+        return self._seen() == other._seen()
+
+    def _seen(self) -> tuple[Any, ...]:
+        return (self.text, self.token_ids, self.logprobs, self.alternatives, self.finish, _counts(self.usage))
 
 
 def _logprobs(told: dict[str, Any] | None) -> list[float]:
@@ -72,6 +79,18 @@ def _logprobs(told: dict[str, Any] | None) -> list[float]:
     if told is None:
         return []
     return [*(told.get("token_logprobs") or ()), *(entry["logprob"] for entry in told.get("content") or ())]
+
+
+def _alternatives(told: dict[str, Any] | None) -> list[Alternatives]:
+    """One entry a token, in the form of either API: completions have objects, which are in no order, chats lists."""
+    if told is None:
+        return []
+    objects = [tuple(sorted((one or {}).items())) for one in told.get("top_logprobs") or ()]
+    lists = [
+        tuple((top["token"], top["logprob"]) for top in entry.get("top_logprobs") or ())
+        for entry in told.get("content") or ()
+    ]
+    return [*objects, *lists]
 
 
 def _counts(usage: dict[str, Any] | None) -> tuple[Any, ...]:
@@ -139,6 +158,7 @@ async def read_whole(
     answer.text = choice.get("text") or (choice.get("message") or {}).get("content") or ""
     answer.token_ids = list(choice.get("token_ids") or ())
     answer.logprobs = _logprobs(choice.get("logprobs"))
+    answer.alternatives = _alternatives(choice.get("logprobs"))
     answer.finish = choice.get("finish_reason") or ""
     answer.usage = whole.get("usage")
     answer.done = True
@@ -227,4 +247,5 @@ class _Rules:
         answer.text += text
         answer.token_ids += choice.get("token_ids") or ()
         answer.logprobs += _logprobs(choice.get("logprobs"))
+        answer.alternatives += _alternatives(choice.get("logprobs"))
         answer.finish = choice.get("finish_reason") or ""

@@ -263,6 +263,7 @@ def require_same(
         assert answer.whole, (case, answer.violations, answer.error)
         # Logprobs depend a little on who else is in the batch; nothing else may.
         assert answer.logprobs == pytest.approx(plain.logprobs, abs=1e-3), case
-        assert replace(answer, logprobs=plain.logprobs).same_as(plain), (case, answer, plain)
+        told = replace(answer, logprobs=plain.logprobs, alternatives=plain.alternatives)
+        assert told.same_as(plain), (case, answer, plain)
         if case.stream:
             assert any(f"outcome={o} takeovers={takeovers}" in answer.report for o in expected), (case, answer.report)
