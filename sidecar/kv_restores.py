@@ -137,9 +137,10 @@ class KvRestores:
             except MoverError as error:
                 result = RestoreResult(False, reason=error.reason.value, error=str(error))
             left_s = deadline - time.monotonic() - ASK_AGAIN_S
-            if result.reason != MoverReason.UNREACHABLE or left_s <= 0:
+            if result.reason not in (MoverReason.UNREACHABLE, MoverReason.BUSY) or left_s <= 0:
                 break
-            # A mover that died is started again at once, and the engine waits for its KV for as long as this.
+            # A mover that died is started again at once, one that has many to restore is soon done with some of them,
+            # and the engine waits for its KV for as long as this: nobody else tells it anything.
             await asyncio.sleep(ASK_AGAIN_S)
         if result.ok:
             self._metrics.restore_s.observe(result.seconds)

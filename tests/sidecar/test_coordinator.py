@@ -400,7 +400,7 @@ async def test_a_store_that_cannot_be_asked_is_no_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [RestoreResult(False, reason="checksum", error="block 0"), MoverError(MoverReason.BUSY, "busy")]
+    "answer", [RestoreResult(False, reason="checksum", error="block 0"), MoverError(MoverReason.DEADLINE, "late")]
 )
 async def test_a_restore_that_fails_is_called_recomputed_and_says_why(
     rig: Rig, answer: RestoreResult | MoverError
@@ -419,7 +419,7 @@ async def test_a_restore_that_fails_is_called_recomputed_and_says_why(
     rig.coordinator.resumed(asked(), taken, 0.1)
     assert rig.coordinator.outcome(asked()) is Outcome.RECOMPUTED
     (told,) = rig.told()["outcomes"]
-    assert told["detail"] == ("checksum" if isinstance(answer, RestoreResult) else "busy")
+    assert told["detail"] == ("checksum" if isinstance(answer, RestoreResult) else "deadline")
 
 
 async def test_the_reason_of_a_failed_restore_is_waited_for_though_the_engine_was_told_first(rig: Rig) -> None:

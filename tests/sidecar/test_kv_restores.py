@@ -4,14 +4,16 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from midstream.session.ids import SessionId
 from midstream.session.key import REQUIRED
 from midstream.sidecar import kv_restores
+from midstream.sidecar.choice import Tier
 from midstream.sidecar.kv_restores import KvRestores
-from midstream.sidecar.mover.protocol import MoverError, Reason, VerifyResult
+from midstream.sidecar.mover.protocol import MoverError, Reason, RestoreResult, VerifyResult
 from midstream.sidecar.session_record import Record
 from midstream.sidecar.workers import Epoch
 from support.coordinating import FakeMover, Rig, S, asked
@@ -40,6 +42,19 @@ class Telling(FakeMover):
 
     async def sound(self, arena: Path) -> None:
         self._answer()
+
+
+class Restoring(Telling):
+    """Answers restores so, too; `left_s` is the time that each was given."""
+
+    def __init__(self, *answers: Reason | None) -> None:
+        super().__init__(*answers)
+        self.left_s: list[float] = []
+
+    async def restore(self, session: SessionId, **asked: Any) -> RestoreResult:
+        self.left_s.append(asked["deadline_s"])
+        self._answer()
+        return RestoreResult(True, 8, seconds=0.1)
 
 
 class Hanging(Telling):
@@ -103,6 +118,40 @@ async def test_on_a_gpu_what_no_mover_vouches_for_in_time_is_not_used(tmp_path: 
     assert not await kv.verified(record)
     assert not await kv.untouched(record)
     assert time.monotonic() - began < 1.0
+
+
+@pytest.mark.parametrize("waiting", [Reason.UNREACHABLE, Reason.BUSY])
+async def test_a_mover_that_cannot_restore_yet_is_asked_again_for_what_is_left_of_the_time(
+    tmp_path: Path, waiting: Reason
+) -> None:
+    mover = Restoring(waiting, waiting, None)
+    kv, record = await of(tmp_path, mover, gpu=False)
+    assert (await kv.restore(record, Tier.HELD)).ok
+    assert len(mover.left_s) == 3
+    # Each time less of it is left, and what the asking took is not given away twice.
+    assert mover.left_s == sorted(mover.left_s, reverse=True)
+    assert mover.left_s[0] == 0.1
+    assert mover.left_s[2] < 0.1 - 2 * kv_restores.ASK_AGAIN_S
+    assert b"midstream_restore_refused_total{" not in kv._metrics.render()
+
+
+async def test_a_mover_that_is_busy_all_the_time_is_not_waited_for_longer_than_the_engine_waits(tmp_path: Path) -> None:
+    mover = Restoring(Reason.BUSY)
+    kv, record = await of(tmp_path, mover, gpu=False)
+    began = time.monotonic()
+    result = await kv.restore(record, Tier.HELD)
+    assert (result.ok, result.reason) == (False, "busy")
+    assert time.monotonic() - began < 1.0
+    assert min(mover.left_s) > 0
+    assert 'midstream_restore_refused_total{reason="busy"} 1.0' in kv._metrics.render().decode()
+
+
+@pytest.mark.parametrize("reason", [Reason.CHECKSUM, Reason.DEADLINE, Reason.GONE])
+async def test_a_restore_that_was_begun_and_failed_is_not_asked_for_again(tmp_path: Path, reason: Reason) -> None:
+    mover = Restoring(reason, None)
+    kv, record = await of(tmp_path, mover, gpu=False)
+    assert (await kv.restore(record, Tier.HELD)).reason == reason.value
+    assert mover.asked == 1
 
 
 async def test_a_fault_is_told_once_and_counted(tmp_path: Path) -> None:
