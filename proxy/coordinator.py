@@ -90,10 +90,17 @@ class Coordinator(Protocol):
         ...
 
     async def take_over(
-        self, facts: SessionFacts, last: Placement, reason: Reason, delivered: Sequence[int]
+        self,
+        facts: SessionFacts,
+        last: Placement,
+        reason: Reason,
+        delivered: Sequence[int],
+        *,
+        unseen: bool = False,
     ) -> Placement:
         """Where the session goes on after `last` was interrupted; `delivered` are the output ids that the client has.
 
+        `unseen`: it has text of which nobody sees the ids, so that these do not tell what it has.
         May wait for a worker to come up. Raises Refused when nobody can take the session any more.
         """
         ...

@@ -34,7 +34,9 @@ class Failover:
         """The session's first placement is one that goes on from what another session had."""
         self._since_s = time.monotonic()
 
-    async def take_over(self, last: Placement, reason: Reason, text: str, delivered: Sequence[int]) -> Placement:
+    async def take_over(
+        self, last: Placement, reason: Reason, text: str, delivered: Sequence[int], *, unseen: bool = False
+    ) -> Placement:
         """Where the session goes on. Raises Refused."""
         if self._since_s is None:
             self._since_s = time.monotonic()
@@ -49,7 +51,7 @@ class Failover:
             self._takeovers += 1
         if reason is Reason.MISMATCH:
             self._coordinator.mismatched(self._facts, last, text)
-        return await self._coordinator.take_over(self._facts, last, reason, delivered)
+        return await self._coordinator.take_over(self._facts, last, reason, delivered, unseen=unseen)
 
     async def settled(self, placement: Placement) -> None:
         """Returns when what the new owner computes may be sent. Raises Refused."""

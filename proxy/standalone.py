@@ -30,7 +30,13 @@ class OneWorker:
         return Placement("worker", self._base_url, Marker(facts.session, 1), interrupted)
 
     async def take_over(
-        self, facts: SessionFacts, last: Placement, reason: Reason, delivered: Sequence[int]
+        self,
+        facts: SessionFacts,
+        last: Placement,
+        reason: Reason,
+        delivered: Sequence[int],
+        *,
+        unseen: bool = False,
     ) -> Placement:
         """Nobody can."""
         raise Refused("no_standby", f"the only worker was lost ({reason}): send the request again")

@@ -76,7 +76,11 @@ class StreamHandler:
         finally:
             await self._waiting.stop()
             self._generation.kept.let_go()
-            self._failover.ended(ending, len(self._splicer.delivered))
+            self._failover.ended(ending, self._tokens())
+
+    def _tokens(self) -> int | None:
+        """How many tokens the client has, where they are seen."""
+        return len(self._splicer.delivered) if self._splicer.knows_ids else None
 
     def _when_left(self) -> str:
         """The ending of a session whose client leaves now: one that has everything may."""
@@ -110,6 +114,7 @@ class StreamHandler:
                     step.reason,
                     step.text,
                     self._splicer.delivered,
+                    unseen=not (self._splicer.knows_ids or self._splicer.untouched),
                 )
             except Refused as error:
                 return problems.refused(error)
@@ -258,7 +263,7 @@ class StreamHandler:
         if not self._closed:
             self._closed = True
             if self._generation.wants_report:
-                await response.write(encode_comment(str(self._failover.report(len(self._splicer.delivered)))))
+                await response.write(encode_comment(str(self._failover.report(self._tokens()))))
             await response.write_eof()
         return response
 

@@ -56,6 +56,8 @@ class Account:
     key: CompatibilityKey | None
     held_outputs: int | None = None
     kept_kv_len: int = 0
+    # The client has text of which nobody sees the ids.
+    has_unseen: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +153,9 @@ def plan(
 
 def exactly(chosen: Plan, account: Account, candidates: Sequence[Candidate]) -> Plan | None:
     """`chosen` where it may be exact, or else a new run if the client has nothing yet; None: the policy forbids it."""
-    if chosen.may_be_exact:
+    if chosen.may_be_exact and not (chosen.tier is Tier.NONE and account.has_unseen):
         return chosen
-    return None if account.delivered else _fresh(account, candidates, ())
+    return None if account.delivered or account.has_unseen else _fresh(account, candidates, ())
 
 
 def has_any_kv(account: Account, tiers: frozenset[Tier]) -> bool:

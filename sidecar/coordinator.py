@@ -26,7 +26,7 @@ from .kv_restores import KeepsInMemory, KvRestores, Mover
 from .metrics import Metrics
 from .operators import Operators
 from .past import Past, PastSessions
-from .session_record import Place, Record, finish_of, told
+from .session_record import Place, Record, finish_of, is_being_taken_up, told
 from .settling import Settling
 from .takeovers import RETRY_AFTER_S, Takeovers
 from .workers import Epoch, Worker, Workers
@@ -130,10 +130,17 @@ class SidecarCoordinator:
         return Placement(worker.name, worker.url, Marker(facts.session, tracker.generation), record.interrupted)
 
     async def take_over(
-        self, facts: SessionFacts, last: Placement, reason: Reason, delivered: Sequence[int]
+        self,
+        facts: SessionFacts,
+        last: Placement,
+        reason: Reason,
+        delivered: Sequence[int],
+        *,
+        unseen: bool = False,
     ) -> Placement:
         """Where the session goes on; waits for a worker to come up."""
         record = self._records[facts.session]
+        record.has_unseen = unseen
         return await self._takeovers.take_over(record, reason, delivered)
 
     async def settled(self, facts: SessionFacts, placement: Placement) -> None:
@@ -224,7 +231,7 @@ class SidecarCoordinator:
     async def taken_up(self, *, within_s: float) -> None:
         """Returns when no session is on its way into a worker any more, or when it takes too long."""
         deadline = time.monotonic() + within_s
-        while any(r.tracker.state is SessionState.RESTORING for r in self._records.values()):
+        while any(is_being_taken_up(record) for record in self._records.values()):
             await asyncio.sleep(LOOK_EVERY_S)
             if time.monotonic() > deadline:
                 return

@@ -14,7 +14,7 @@ from ..proxy.eligible_generate import params_of
 from ..proxy.policy import Policy
 from ..session.ids import SessionId
 from ..session.records import LoadState, Slot, SlotState
-from ..session.tracker import Failed, Tracker
+from ..session.tracker import Failed, SessionState, Tracker
 from .choice import KV_TIERS, Plan, Tier
 from .mover.protocol import RestoreResult
 from .workers import Epoch
@@ -74,6 +74,10 @@ class Record:
     # How often its KV was found unfit where it was first looked for, since it had any.
     kv_retries: int = 0
     prompt_hash: str = NO_HASH
+    # Its client has text of which nobody sees the ids.
+    has_unseen: bool = False
+    # A front end has ended it while it was being moved: whoever replays its outputs finds the same stop string.
+    is_stopped: bool = False
     gap_s: float | None = None
     concluding: "asyncio.Task[None] | None" = None
     wish: Wish | None = None
@@ -126,6 +130,13 @@ def has_settled(record: Record, slot: Slot | None) -> bool:
     if slot.state is not SlotState.LIVE or slot.loaded + slot.recomputed > 0:
         return True
     return len(record.owner.journal(slot)) > slot.resumed
+
+
+def is_being_taken_up(record: Record) -> bool:
+    """Whether its client has yet to hear from its next owner, or, where an answer comes as a whole, that to get its KV."""
+    if record.tracker.state is not SessionState.RESTORING:
+        return False
+    return record.facts.stream or not has_settled(record, record.owner.slot())
 
 
 def mover_has_the_word(record: Record, slot: Slot | None) -> bool:
@@ -186,7 +197,7 @@ def outcome_of(record: Record, slot: Slot | None, gap_s: float, *, sent: int | N
     elif tier is Tier.JOURNAL:
         outcome = Outcome.RECOMPUTED
     else:
-        outcome = Outcome.RESTARTED if not chosen.expected else Outcome.RECOMPUTED
+        outcome = Outcome.RECOMPUTED if chosen.expected or record.has_unseen else Outcome.RESTARTED
     return outcome, Failed(
         reason="",
         outcome=outcome.value,

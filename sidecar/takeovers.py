@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from ..proxy.coordinator import Placement, Reason
+from ..proxy.coordinator import Outcome, Placement, Reason
 from ..proxy.problems import NOT_EXACT
 from ..session.errors import Refused
 from ..session.marker import Marker, Resume
@@ -36,7 +36,7 @@ from .kv_restores import KvRestores
 from .metrics import Metrics
 from .mover.protocol import Reason as MoverReason
 from .mover.protocol import RestoreResult
-from .session_record import Place, Record, finish_of, output_max, wants_logprobs
+from .session_record import Place, Record, finish_of, outcome_of, output_max, wants_logprobs
 from .settling import Settling
 from .workers import Workers
 
@@ -147,7 +147,8 @@ class Takeovers:
             if chosen is not None and record.wish is not None and not tiers:
                 chosen = replace(chosen, detail="its move asked for that")
             if chosen is not None and record.demands_exact:
-                allowed = exactly(chosen, account, candidates)
+                ends = record.is_stopped and chosen.tier is Tier.JOURNAL and not record.has_unseen
+                allowed = chosen if ends else exactly(chosen, account, candidates)
                 if allowed is None and (without_kv or not has_any_kv(account, tiers)):
                     raise self.not_exact(record, chosen.detail)
                 chosen = allowed
@@ -204,6 +205,7 @@ class Takeovers:
             epoch=record.source.epoch.id,
             key=record.source.epoch.key,
             held_outputs=_committed_by_all(record.source, slot),
+            has_unseen=record.has_unseen,
         )
 
     async def _with_kept(self, record: Record, account: Account) -> Account:
@@ -311,20 +313,27 @@ class Takeovers:
     def _take_whole_answer(self, record: Record) -> bool:
         """Whether the source's engine, which goes on after a planned move, has come to the end; it is known then."""
         slot = record.source.slot()
-        # Its request is open until its KV was fetched, so nobody but its own front end has aborted it: for a stop
-        # string, which the next one finds as well.
+        # Its request is open until its KV was fetched, so it was its own front end that aborted it: for a stop string,
+        # which the next one finds as well (or because the engine is being stopped, and then the next one computes on).
         if record.fetched is None or slot is None or slot.finish not in ("stop", "length", "abort"):
             return False
         whole = record.source.journal(slot)
         if known_outputs(whole, record.known) != whole:
             return False
         record.known = whole
+        record.is_stopped = slot.finish == "abort"
         return True
 
     def settle_source(self, record: Record) -> bool:
         """After an interruption: which place has the KV, and what was journaled; True if it is the owner's now."""
         owner = record.owner
         slot = owner.slot()
+        if owner is not record.source and record.demands_exact and slot is not None:
+            outcome, _ = outcome_of(record, slot, 0.0)
+            if outcome is Outcome.RECOMPUTED:
+                # Nothing of what it computed may be sent, and nothing was: what there was before is there still.
+                self._take_whole_answer(record)
+                return False
         journal = owner.journal(slot) if slot is not None else ()
         merged = known_outputs(journal, record.known)
         if merged is not None:

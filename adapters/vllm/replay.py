@@ -20,6 +20,10 @@ from .prompt_tail import begin_with_tail
 _due: dict[str, Resume] = {}
 
 
+class _Ended(Exception):
+    """Within vLLM's adding of a request: the replay has come to its answer's end, and the core is not to hear of it."""
+
+
 def install() -> None:
     """Hook `OutputProcessor.add_request` and `AsyncLLM._add_request`."""
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -59,6 +63,8 @@ def _replaying(original: Any) -> Any:
                 _replay(self, request, resume)
         except Exception:
             report("replay")
+        if resume is not None and request.request_id not in self.request_states:
+            raise _Ended
 
     return add_request
 
@@ -123,11 +129,11 @@ def _ending(original: Any) -> Any:
             return
         _due[request.request_id] = resume
         try:
-            self.output_processor.add_request(request, prompt, parent_req, index, queue)
+            await original(self, request, prompt, parent_req, index, queue)
+        except _Ended:
+            # Be it that it was said to be over, or that the replay has found a stop string.
+            return
         finally:
             _due.pop(request.request_id, None)
-        # Where the replay has come to the answer's end, be it by a stop string, nothing is left for the core to do.
-        if request.request_id in self.output_processor.request_states:
-            await self.engine_core.add_request_async(request)
 
     return _add_request

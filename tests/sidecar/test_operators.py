@@ -4,6 +4,7 @@ import asyncio
 import os
 import stat
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -111,6 +112,23 @@ async def test_an_old_owner_whose_front_end_found_a_stop_string_has_written_the_
     # The next front end replays that, finds the stop string, and its core hears nothing of it.
     rig.coordinator.resumed(asked(), again, 0.1)
     assert rig.coordinator.outcome(asked(), tokens) is outcome
+
+
+async def test_an_exact_session_that_its_old_front_end_has_stopped_is_ended_and_not_refused(rig: Rig) -> None:
+    facts = replace(asked(), policy=Policy.EXACT)
+    placement = await running(rig, 1, 2, facts=facts)
+    rig.mover.restored = RestoreResult(False, reason="finished")
+    await rig.coordinator.operators.move(S)
+    taken = await rig.over(placement, 1, 2, reason=Reason.MOVE, facts=facts)
+    old = rig.engines[placement.worker]
+    assert old.newest is not None
+    old.newest.append_tokens([3])
+    old.finish("abort")
+    assert await asyncio.wait_for(taken.interrupted, 5) is Reason.MOVE
+    again = await rig.over(taken, 1, 2, reason=Reason.MOVE, facts=facts)
+    assert again.expected == (1, 2, 3)
+    rig.coordinator.resumed(facts, again, 0.1)
+    assert rig.coordinator.outcome(facts, 3) is Outcome.EXACT
 
 
 @pytest.mark.parametrize(("sent", "outcome"), [((1, 2), Outcome.EXACT), ((1, 2, 3), Outcome.RECOMPUTED)])

@@ -273,7 +273,13 @@ class ScriptedCoordinator:
         return self._place(facts, Marker(facts.session, 1), ())
 
     async def take_over(
-        self, facts: SessionFacts, last: Placement, reason: Reason, delivered: Sequence[int]
+        self,
+        facts: SessionFacts,
+        last: Placement,
+        reason: Reason,
+        delivered: Sequence[int],
+        *,
+        unseen: bool = False,
     ) -> Placement:
         """The next engine, with what the last one journaled."""
         self.calls.append(("take_over", reason, tuple(delivered)))
