@@ -201,10 +201,15 @@ class Restorer:
         def answer() -> None:
             if self._late.pop(name, None) is None:
                 return
-            now = reader.refresh(slot)
-            # The place may be another session's by now.
-            if now is not None and now.load is LoadState.WAITING:
-                reader.answer(slot, LoadState.FAILED, 0)
+            try:
+                now = reader.refresh(slot)
+                # The place may be another session's by now.
+                if now is not None and now.load is LoadState.WAITING:
+                    reader.answer(slot, LoadState.FAILED, 0)
+            except Exception:
+                # The others that wait are told all the same; this one waits until its time is over, and recomputes.
+                self._counters.fail(Reason.INTERNAL)
+                _log.exception("event=not_answered session=%s generation=%d", order.session, order.to_generation)
 
         self._late[name] = answer
         asyncio.get_running_loop().call_later(ANSWER_LATER_S, answer)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from midstream.session.arena import ArenaReader, LoadState
+from midstream.session.arena import ArenaReader, LoadState, Slot
 from midstream.session.errors import PoolError
 from midstream.session.held import HolderClient
-from midstream.sidecar.mover import memory_saver
+from midstream.sidecar.mover import memory_saver, restorer
 from midstream.sidecar.mover.host_pool import HostPool
 from midstream.sidecar.mover.memory_index import Chain, Kept
 from midstream.sidecar.mover.orders import Order
@@ -452,6 +452,38 @@ async def test_an_engine_that_was_to_be_told_later_is_told_when_the_mover_ends(
     assert not (await bench.restore(new, 1)).ok
     bench.restorer.close()
     assert slot.inbox() == (LoadState.FAILED, 0)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_an_engine_that_cannot_be_told_keeps_no_other_from_being_told(
+    bench: MemoryBench, old: Worker, new: Worker, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    answer = ArenaReader.answer
+
+    def failing(self: ArenaReader, slot: Slot, load: LoadState, tokens: int) -> None:
+        if slot.session == session(1):
+            raise ValueError("mmap closed or invalid")
+        answer(self, slot, load, tokens)
+
+    monkeypatch.setattr(ArenaReader, "answer", failing)
+    monkeypatch.setattr(restorer, "ANSWER_LATER_S", 60.0 if ends else 0.1)
+    slots = []
+    for number in (1, 2, 3):
+        run(old, number, 15, range(10 * number, 10 * number + 5))
+        await bench.turn(old)
+        chain = bench.tier.index.get(session(number))
+        assert chain is not None
+        bench.memory[bench.area.offset(chain.full[3].slab)] ^= 4
+        slots.append(new.wait(session(number), PROMPT, outputs(12), range(10 * number, 10 * number + 5)))
+        assert not (await bench.restore(new, number)).ok
+    if ends:
+        bench.restorer.close()
+    for _ in range(4000):
+        if slots[2].inbox() != (LoadState.NONE, 0):
+            break
+        await asyncio.sleep(0.005)
+    assert [slot.inbox() for slot in slots] == [(LoadState.NONE, 0), *[(LoadState.FAILED, 0)] * 2]
+    assert bench.counters.failures[Reason.INTERNAL] == 1
 
 
 async def test_another_mover_goes_on_with_what_is_there(
