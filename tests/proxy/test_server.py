@@ -375,7 +375,7 @@ async def test_a_coordinator_that_breaks_fails_one_session_and_no_other(caplog: 
     coordinator = two(Script(at=3))
     take_over = coordinator.take_over
 
-    async def broken(*_: object) -> Any:
+    async def broken(*_: object, **more: object) -> Any:
         coordinator.take_over = take_over  # type: ignore[method-assign]
         raise KeyError("a bug")
 
