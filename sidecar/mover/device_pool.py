@@ -59,8 +59,10 @@ class DevicePool:
         self.gpus = frozenset({device.gpu})
         self._mappings = {device.ordinal: vram.map_device_pool(fd, meta.size_bytes, device.ordinal)}
         self._lock = threading.Lock()
-        # While one part crosses the link, the other one is gathered or scattered.
-        self._stagers = ThreadPoolExecutor(STAGINGS, thread_name_prefix="stager")
+        # While one part crosses the link, the other one is gathered or scattered. A restore has threads of its own: who
+        # goes first is said where areas are taken, and it must get that far.
+        self._savers = ThreadPoolExecutor(STAGINGS, thread_name_prefix="saver")
+        self._loaders = ThreadPoolExecutor(STAGINGS, thread_name_prefix="loader")
         try:
             # For GPUs that are to copy from it: only a descriptor can be mapped once more.
             self._fd = os.dup(fd)
@@ -147,7 +149,7 @@ class DevicePool:
                 down = [(address, twin.device_address + start, size_bytes) for address, start, size_bytes in runs]
                 return self._device.run(self._side(self._device), side, job, Urgency.BACKGROUND, down=down)
 
-        return self._in_parts(blocks, to, bring)
+        return self._in_parts(self._savers, blocks, to, bring)
 
     def load(self, source: HostBlocks, blocks: Sequence[int], started: Callable[[], object]) -> list[int]:
         """Bring blocks from host memory into staging areas, and scatter them, which sums them."""
@@ -160,10 +162,14 @@ class DevicePool:
                 up = [(address, twin.device_address + start, size_bytes) for address, start, size_bytes in runs]
                 return self._device.run(side, self._side(self._device), job, Urgency.RESTORE, started, up=up)
 
-        return self._in_parts(blocks, source, bring)
+        return self._in_parts(self._loaders, blocks, source, bring)
 
     def _in_parts(
-        self, blocks: Sequence[int], places: HostBlocks, bring: "Callable[[Sequence[int], HostBlocks], array[int]]"
+        self,
+        threads: ThreadPoolExecutor,
+        blocks: Sequence[int],
+        places: HostBlocks,
+        bring: "Callable[[Sequence[int], HostBlocks], array[int]]",
     ) -> list[int]:
         """A staging area's worth at a time, as many at once as there are areas; returns when all of it is over."""
         self._check(blocks)
@@ -174,8 +180,7 @@ class DevicePool:
             )
         step = STAGING_BYTES // self.layout.block_bytes
         running = [
-            self._stagers.submit(bring, blocks[at : at + step], places.some(at, step))
-            for at in range(0, len(blocks), step)
+            threads.submit(bring, blocks[at : at + step], places.some(at, step)) for at in range(0, len(blocks), step)
         ]
         wait(running)
         return [value for done in running for value in done.result()]

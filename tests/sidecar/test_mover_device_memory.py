@@ -10,6 +10,7 @@ import queue
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -153,6 +154,37 @@ def test_blocks_come_back_from_where_they_were_put_whatever_the_order(card: Card
     assert [card.memory[POOL_AT][block] for block in room] == [100 + block for block in blocks]
     assert sum(value != 0 for value in card.memory[POOL_AT]) == len(room)
     assert len(started) == 3
+
+
+def test_a_restore_does_not_stand_behind_what_is_copied_in_the_background(
+    card: Card, pool: DevicePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = bytearray(4 * BYTES)
+    assert pool.save([7, 3, 30, 4], places(kept, range(4))) == [107, 103, 130, 104]
+    staging, begun, go_on = card.staging, threading.Semaphore(0), threading.Event()
+
+    @contextlib.contextmanager
+    def held(urgency: Urgency) -> Iterator[Any]:
+        if urgency is Urgency.BACKGROUND:
+            begun.release()
+            assert go_on.wait(60)
+        with staging(urgency) as twin:
+            yield twin
+
+    monkeypatch.setattr(card, "staging", held)
+    memory = bytearray(12 * BYTES)
+    with ThreadPoolExecutor(2) as threads:
+        # More parts than there are areas.
+        saving = threads.submit(pool.save, range(12), places(memory, range(12)))
+        try:
+            for _ in range(2):
+                assert begun.acquire(timeout=20)
+            loading = threads.submit(pool.load, places(kept, range(4)), [20, 21, 22, 23], lambda: None)
+            assert loading.result(20) == [107, 103, 130, 104]
+            assert not saving.done()
+        finally:
+            go_on.set()
+        assert saving.result(20) == [100 + block for block in range(12)]
 
 
 def test_blocks_that_went_to_disk_come_back_where_they_belong(card: Card, pool: DevicePool) -> None:
