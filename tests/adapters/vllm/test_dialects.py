@@ -174,7 +174,7 @@ async def test_an_engine_that_is_told_to_stop_is_not_believed_to_have_finished(
     asked: list[int] = []
 
     def look(heard: Heard) -> None:
-        if heard.text_count >= 10 and not asked:
+        if heard.text_count >= 2 and not asked:
             asked.append(1)
             running.append(asyncio.create_task(end()))
 
@@ -184,9 +184,13 @@ async def test_an_engine_that_is_told_to_stop_is_not_believed_to_have_finished(
 
     running: list[asyncio.Task[None]] = []
     for name in ("response", "message"):
-        asked.clear()
-        await rig.ready(http)
-        heard = await hear(http, rig.sidecar.url, CASES[name], on_text=look)
-        require_same(name, heard, plain)
+        for _ in range(3):
+            asked.clear()
+            await rig.ready(http)
+            heard = await hear(http, rig.sidecar.url, CASES[name], on_text=look)
+            require_same(name, heard, plain)
+            # On a busy machine an engine may come to the end before it hears of the signal.
+            if "outcome=undisturbed" not in heard.report:
+                break
         assert "takeovers=1" in heard.report
     await asyncio.gather(*running)
