@@ -3,9 +3,11 @@
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +16,7 @@ from midstream.session.errors import StoreError
 from midstream.session.ids import SessionId
 from midstream.session.manifest import Manifest
 from midstream.session.store import Draft, StoredSnapshot, StoreFigures, Swept
+from midstream.sidecar.mover import orders
 from midstream.sidecar.mover.counters import Counters
 from midstream.sidecar.mover.device import Devices
 from midstream.sidecar.mover.device_calls import Faults
@@ -141,9 +144,16 @@ async def test_an_engine_that_stopped_waiting_is_never_told_done(bench: Bench) -
     assert bench.slot.inbox() == (LoadState.FAILED, 0)
 
 
-async def test_a_restore_that_outlives_its_deadline_is_answered_as_failed(bench: Bench) -> None:
-    task = asyncio.create_task(bench.restorer.restore(bench.order(0.2)))
-    await asyncio.sleep(0.4)
+async def test_a_restore_that_outlives_its_deadline_is_answered_as_failed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = bench.order()
+    task = asyncio.create_task(bench.restorer.restore(order))
+    assert await asyncio.to_thread(bench.store.asked.wait, 10)
+    # It was in time until then, however slow this machine is.
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + order.deadline_s)
+    monkeypatch.setattr(orders, "time", clock)
+    await asyncio.sleep(0.05)
     assert bench.slot.inbox() == (LoadState.NONE, 0)
     bench.store.let_go.set()
     result = await task
