@@ -65,12 +65,12 @@ async def test_so_many_go_together_and_the_most_urgent_first() -> None:
 
 
 async def test_the_next_are_prepared_while_the_first_are_copied_and_not_before_they_are_under_way() -> None:
-    groups, card, order = Groups(1, 2), Card(), list[str]()
-    groups = Groups(2, 2)
-    held = threading.Event()
+    groups, card, order = Groups(2, 2), Card(), list[str]()
+    sent, held = threading.Semaphore(0), threading.Event()
 
     def slowly(destination: object, works: Sequence[Copies], started: Callable[[], object]) -> list[Copied]:
         order.append("sent")
+        sent.release()
         assert held.wait(20)
         return Card.copy_all(card, destination, works, started)
 
@@ -82,15 +82,13 @@ async def test_the_next_are_prepared_while_the_first_are_copied_and_not_before_t
             await place.copy(work(card, number))
 
     tasks = [asyncio.create_task(prepared(number)) for number in range(4)]
-    for _ in range(100):
-        await asyncio.sleep(0.001)
+    assert await asyncio.to_thread(sent.acquire, timeout=20)
+    # Nobody follows until that call has started its work, however long it takes.
+    await asyncio.sleep(0.05)
     assert order == ["prepared 0", "prepared 1", "sent"]
     held.set()
     await begun(card)
-    for _ in range(1000):
-        if len(order) == 6:
-            break
-        await asyncio.sleep(0.001)
+    assert await asyncio.to_thread(sent.acquire, timeout=20)
     assert order[3:] == ["prepared 2", "prepared 3", "sent"]
     assert not any(task.done() for task in tasks)
     card.let_go.release()
