@@ -166,8 +166,8 @@ class MemoryIndex:
             waiting, chain.waiting = chain.waiting, []
             self._let_go(waiting)
 
-    def take_over(self, found: Iterable[tuple[Slab, Record]], now_s: float) -> int:
-        """Make chains of what was found in an area; returns how many blocks were of no chain, and are free now."""
+    def take_over(self, found: Iterable[tuple[Slab, Record]], now_s: float) -> None:
+        """Make chains of what was found in an area; blocks that are of no chain are free then."""
         by_story: dict[Story, dict[int, list[tuple[Slab, Record]]]] = {}
         for slab, record in found:
             by_story.setdefault(record.story, {}).setdefault(record.ordinal, []).append((slab, record))
@@ -182,7 +182,6 @@ class MemoryIndex:
                 chain = self.begin(story, max(kept.owner[0] for kept in blocks))
                 chain.full, chain.tail, chain.wanted, chain.left_s = full, tail, len(blocks), now_s
         self._let_go(free)
-        return len(free)
 
     def _free(self, chain: Chain, slabs: Sequence[Slab]) -> None:
         if chain.readers:

@@ -235,7 +235,7 @@ class MemoryTier:
     def room(self, chain: Chain, ordinal: int, count: int) -> list[Slab]:
         """Room for blocks of a chain from `ordinal` on, or for as many as there is when all of less worth have gone.
 
-        None for a session that begins, if what it has already would not fit: little of it is of little use.
+        No room at all for a session that begins, if what it has already would not fit: little of it is of little use.
         """
         area, form = self._area, chain.story.form
         assert area is not None

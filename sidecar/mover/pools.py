@@ -1,8 +1,9 @@
 """What the rest of the mover may do with a pool, wherever its memory is. Pure.
 
-Owns the contract that `host_pool.py` and `device_pool.py` keep. Invariants: no byte of a block reaches a destination
-unless the block equals its sum, where it has one; when a call returns or raises, nothing of it is read or written any
-more; sums of one `SumKind` are never compared with those of another. Calls block: they are for worker threads.
+Owns the contract that `host_pool.py` and `device_pool.py` keep. Invariants: nothing that differs from its sum, where
+there is one, is called copied, though its bytes may have reached the destination; when a call returns or raises,
+nothing of it is read or written any more; sums of one `SumKind` are never compared with those of another. Calls block:
+they are for worker threads.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
