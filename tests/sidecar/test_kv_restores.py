@@ -73,14 +73,20 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_restores, "ASK_AGAIN_S", 0.01)
 
 
-async def of(folder: Path, mover: FakeMover, *, gpu: bool) -> tuple[KvRestores, Record]:
+# What is only reached where nothing comes, and what never is, however slow this machine is.
+SHORT_S, LONG_S = 0.1, 60.0
+
+
+async def of(
+    folder: Path, mover: FakeMover, *, gpu: bool, load_timeout_s: float = SHORT_S
+) -> tuple[KvRestores, Record]:
     """A session whose worker has died, as restores see it."""
     rig = Rig(folder)
     engine = rig.start("w0", key=GPU_KEY if gpu else None)
     placement = await rig.coordinator.admit(asked())
     engine.admit(placement, 1, 2)
     record = rig.coordinator._records[S]
-    return KvRestores(mover, rig.metrics, stores=False, load_timeout_s=0.1), record
+    return KvRestores(mover, rig.metrics, stores=False, load_timeout_s=load_timeout_s), record
 
 
 @pytest.mark.parametrize("silent", SILENT)
@@ -104,7 +110,7 @@ async def test_on_a_gpu_a_mover_that_is_started_again_is_asked_again(
         mover = Telling(silent, silent, last)
         folder = tmp_path / str(wanted)
         folder.mkdir()
-        kv, record = await of(folder, mover, gpu=True)
+        kv, record = await of(folder, mover, gpu=True, load_timeout_s=LONG_S)
         answer = what(kv, record)
         assert asyncio.iscoroutine(answer)
         assert await answer is wanted
@@ -117,7 +123,7 @@ async def test_on_a_gpu_what_no_mover_vouches_for_in_time_is_not_used(tmp_path: 
     began = time.monotonic()
     assert not await kv.verified(record)
     assert not await kv.untouched(record)
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 10.0
 
 
 @pytest.mark.parametrize("waiting", [Reason.UNREACHABLE, Reason.BUSY])
@@ -125,13 +131,13 @@ async def test_a_mover_that_cannot_restore_yet_is_asked_again_for_what_is_left_o
     tmp_path: Path, waiting: Reason
 ) -> None:
     mover = Restoring(waiting, waiting, None)
-    kv, record = await of(tmp_path, mover, gpu=False)
+    kv, record = await of(tmp_path, mover, gpu=False, load_timeout_s=LONG_S)
     assert (await kv.restore(record, Tier.HELD)).ok
     assert len(mover.left_s) == 3
     # Each time less of it is left, and what the asking took is not given away twice.
     assert mover.left_s == sorted(mover.left_s, reverse=True)
-    assert mover.left_s[0] == 0.1
-    assert mover.left_s[2] < 0.1 - 2 * kv_restores.ASK_AGAIN_S
+    assert mover.left_s[0] == LONG_S
+    assert mover.left_s[2] < LONG_S - 2 * kv_restores.ASK_AGAIN_S
     assert b"midstream_restore_refused_total{" not in kv._metrics.render()
 
 
@@ -141,7 +147,7 @@ async def test_a_mover_that_is_busy_all_the_time_is_not_waited_for_longer_than_t
     began = time.monotonic()
     result = await kv.restore(record, Tier.HELD)
     assert (result.ok, result.reason) == (False, "busy")
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 10.0
     assert min(mover.left_s) > 0
     assert 'midstream_restore_refused_total{reason="busy"} 1.0' in kv._metrics.render().decode()
 
@@ -149,7 +155,7 @@ async def test_a_mover_that_is_busy_all_the_time_is_not_waited_for_longer_than_t
 @pytest.mark.parametrize("reason", [Reason.CHECKSUM, Reason.DEADLINE, Reason.GONE])
 async def test_a_restore_that_was_begun_and_failed_is_not_asked_for_again(tmp_path: Path, reason: Reason) -> None:
     mover = Restoring(reason, None)
-    kv, record = await of(tmp_path, mover, gpu=False)
+    kv, record = await of(tmp_path, mover, gpu=False, load_timeout_s=LONG_S)
     assert (await kv.restore(record, Tier.HELD)).reason == reason.value
     assert mover.asked == 1
 
