@@ -120,7 +120,7 @@ async def test_an_answer_that_is_moved_at_any_token_is_the_undisturbed_one(
             # stop strings its parser then ends the thoughts elsewhere, whether or not anything was moved.
             heard = await moved(rig, http, case, cut)
         require_same(name, heard, plain)
-        # A second one where the old worker wrote the end before the new one had the KV. Who sees no ids cannot know then
+        # A second one where the old worker wrote the end before the new one had the KV. Without ids nobody knows then
         # whether its stop string was found in the replay alone.
         once_more = "exact|recomputed" if "stop" in name else "exact"
         wanted = rf"outcome=(exact takeovers=1|({once_more}) takeovers=2)\b"
