@@ -133,7 +133,7 @@ def has_settled(record: Record, slot: Slot | None) -> bool:
 
 
 def is_being_taken_up(record: Record) -> bool:
-    """Whether its client has yet to hear of its next owner, or, where the answer comes as a whole, that to get its KV."""
+    """Whether its client has yet to hear of its next owner, or, where its answer comes as a whole, that to get KV."""
     if record.tracker.state is not SessionState.RESTORING:
         return False
     return record.facts.stream or not has_settled(record, record.owner.slot())
