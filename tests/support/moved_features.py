@@ -179,7 +179,8 @@ def require_same(ran: Results, feature: Feature) -> None:
     if came_to[-1]["tier"] == "journal":
         # The one before found no KV any more, and what it began to compute was never sent.
         came_to = came_to[-len(feature.cuts) :]
-    assert [(o["reason"], o["outcome"]) for o in came_to] == [("move", feature.outcome)] * len(feature.cuts)
+    told = [(o["reason"], o["outcome"]) for o in came_to]
+    assert told == [("move", feature.outcome)] * len(feature.cuts), case.outcomes
     if feature.outcome == "exact":
         # Nothing but the newest token's KV was computed again.
         for one in came_to:
