@@ -163,7 +163,9 @@ class Stage:
                         raise
         finally:
             os.kill(pid, signal.SIGCONT)
-        return Moved(await asking, tuple(cuts), tuple((await self.told(name))["outcomes"]), (name,))
+        told, outcomes = await asking, tuple((await self.told(name))["outcomes"])
+        # Where nothing was taken up, the end of the answer overtook the move.
+        return Moved(told, tuple(cuts) if outcomes else (), outcomes, (name,))
 
     def _computing(self, pid: int) -> int:
         if not self._core:
