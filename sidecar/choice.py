@@ -58,6 +58,8 @@ class Account:
     kept_kv_len: int = 0
     # The client has text of which nobody sees the ids.
     has_unseen: bool = False
+    # Whoever replays the outputs finds the stop string that has ended them.
+    is_stopped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,10 @@ def plan(
 
 def exactly(chosen: Plan, account: Account, candidates: Sequence[Candidate]) -> Plan | None:
     """`chosen` where it may be exact, or else a new run if the client has nothing yet; None: the policy forbids it."""
-    if chosen.may_be_exact and not (chosen.tier is Tier.NONE and account.has_unseen):
+    if chosen.tier is Tier.NONE and account.has_unseen:
+        return None
+    ends = chosen.tier is Tier.JOURNAL and account.is_stopped and not account.has_unseen
+    if ends or chosen.may_be_exact:
         return chosen
     return None if account.delivered or account.has_unseen else _fresh(account, candidates, ())
 

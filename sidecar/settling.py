@@ -57,8 +57,8 @@ class Settling:
 
     def interrupted(self, record: Record, delivered: Sequence[int]) -> None:
         """The takeover's owner is lost. It counts unless all that it sent was journaled by the owner before it."""
-        told = record.plan is not None and not record.has_unseen
-        sent_nothing = told and record.plan is not None and len(delivered) <= len(record.plan.expected)
+        chosen = record.plan
+        sent_nothing = chosen is not None and not record.has_unseen and len(delivered) <= len(chosen.expected)
         if record.gap_s is not None and (sent_nothing or has_only_replayed(record)):
             self.give_up(record)
         else:

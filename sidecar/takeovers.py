@@ -147,8 +147,7 @@ class Takeovers:
             if chosen is not None and record.wish is not None and not tiers:
                 chosen = replace(chosen, detail="its move asked for that")
             if chosen is not None and record.demands_exact:
-                ends = record.is_stopped and chosen.tier is Tier.JOURNAL and not record.has_unseen
-                allowed = chosen if ends else exactly(chosen, account, candidates)
+                allowed = exactly(chosen, account, candidates)
                 if allowed is None and (without_kv or not has_any_kv(account, tiers)):
                     raise self.not_exact(record, chosen.detail)
                 chosen = allowed
@@ -206,6 +205,7 @@ class Takeovers:
             key=record.source.epoch.key,
             held_outputs=_committed_by_all(record.source, slot),
             has_unseen=record.has_unseen,
+            is_stopped=record.is_stopped,
         )
 
     async def _with_kept(self, record: Record, account: Account) -> Account:

@@ -75,6 +75,32 @@ class Worker:
     tables: list[list[int]]
 
 
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Restores that were asked for together: the mover's answers, and the time by the client's clock.
+
+    `known` is how many of the mover's accounts there were before (`Rig.next_account`).
+    """
+
+    answers: list[dict[str, Any]]
+    took_s: float
+    known: int
+
+    def total(self, name: str) -> int:
+        """The sum of what all answers say of something."""
+        return sum(int(answer[name]) for answer in self.answers)
+
+    @property
+    def gb_per_s(self) -> float:
+        """All bytes by the client's time."""
+        return self.total("bytes") / self.took_s / 1e9
+
+    @property
+    def seconds(self) -> list[float]:
+        """How long each took by the mover's clock."""
+        return [float(answer["seconds"]) for answer in self.answers]
+
+
 class Rig:
     """Holder, mover, a source and a destination; `memory_bytes` is how much of the host's the mover may have."""
 
@@ -202,6 +228,19 @@ class Rig:
         source = {"session": session, **({"generation": 1} if "arena" in place else {}), **place}
         to = {"arena": str(self.destination.arena), "generation": generation}
         return {"op": "restore", "session": session, "from": source, "to": to, "deadline_s": WAIT_S / 2}
+
+    def restored(self, generation: int, sessions: int, place: dict[str, Any]) -> "Restored":
+        """The first of the sessions, all at once, brought from a place to a newer owner that then gives them up."""
+        known = len(self.accounts())
+        slots = self.wait_for(generation, sessions)
+        requests = [self.restore(index, generation, place) for index in range(sessions)]
+        began_s = time.perf_counter()
+        answers = self.ask(*requests)
+        took_s = time.perf_counter() - began_s
+        for slot in slots:
+            assert slot.inbox() == (LoadState.DONE, SESSION_TOKENS)
+            slot.finish("abort")
+        return Restored(answers, took_s, known)
 
     def accounts(self) -> list[dict[str, float]]:
         """What the mover has said of where the time of restores went (docs/gpu.md), oldest first."""

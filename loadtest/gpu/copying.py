@@ -13,13 +13,11 @@ from typing import Any
 
 from ...session import vram
 from ...session.errors import MidstreamError
-from ...session.records import LoadState
 from .copy_rig import (
     BLOCK_TOKENS,
     DEVICE,
     DISK_GENERATION,
     SESSION_BLOCKS,
-    SESSION_TOKENS,
     WAIT_S,
     Rig,
     layout_of,
@@ -88,25 +86,14 @@ def _sums(rig: Rig, results: Results) -> None:
 def _restores(rig: Rig, results: Results, number: int) -> None:
     """All sessions at once, from the dead worker's pool."""
     rig.zero_destination()
-    generation, known = DISK_GENERATION + 1 + number, len(rig.accounts())
-    slots = rig.wait_for(generation, rig.sessions)
-    requests = [rig.restore(index, generation, {"arena": str(rig.source.arena)}) for index in range(rig.sessions)]
-    began_s = time.perf_counter()
-    answers = rig.ask(*requests)
-    took_s = time.perf_counter() - began_s
-    copied = sum(int(answer["bytes"]) for answer in answers)
-    verified = sum(int(answer["blocks_verified"]) for answer in answers)
-    for slot in slots:
-        assert slot.inbox() == (LoadState.DONE, SESSION_TOKENS)
-        slot.finish("abort")
-    account = rig.next_account(known)
+    restored = rig.restored(DISK_GENERATION + 1 + number, rig.sessions, {"arena": str(rig.source.arena)})
+    account = rig.next_account(restored.known)
     results.add(
-        PART, f"restore of {rig.sessions} sessions, round {number + 1}", copied / took_s / 1e9, "GB/s",
-        bar=1000.0, at_least=True, ms=round(1000 * took_s, 2),
-        first_ms=round(1000 * min(float(a["seconds"]) for a in answers), 2),
-        last_ms=round(1000 * max(float(a["seconds"]) for a in answers), 2),
-        verified=verified, unverified=sum(int(a["blocks_unverified"]) for a in answers),
-        client_ms=round(1000 * took_s - account.get("all_ms", 0.0), 2), mover=account,
+        PART, f"restore of {rig.sessions} sessions, round {number + 1}", restored.gb_per_s, "GB/s",
+        bar=1000.0, at_least=True, ms=round(1000 * restored.took_s, 2),
+        first_ms=round(1000 * min(restored.seconds), 2), last_ms=round(1000 * max(restored.seconds), 2),
+        verified=restored.total("blocks_verified"), unverified=restored.total("blocks_unverified"),
+        client_ms=round(1000 * restored.took_s - account.get("all_ms", 0.0), 2), mover=account,
     )  # fmt: skip
     results.add(PART, f"blocks that differ, round {number + 1}", rig.differing(), "blocks", bar=0)
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...session.errors import MidstreamError
-from ...session.records import LoadState
-from .copy_rig import DISK_GENERATION, SESSION_BLOCKS, SESSION_TOKENS, WAIT_S, Rig, layout_of
+from .copy_rig import DISK_GENERATION, SESSION_BLOCKS, WAIT_S, Rig, layout_of
 from .results import Results
 
 ROUNDS = 5
@@ -96,19 +95,11 @@ def _out(part: str, rig: Rig, results: Results, bar: float) -> None:
 def _in(part: str, rig: Rig, results: Results, number: int, bar: float) -> None:
     """All sessions at once, as if their pool were lost."""
     rig.zero_destination()
-    generation, known = DISK_GENERATION + 1 + number, len(rig.accounts())
-    slots = rig.wait_for(generation, rig.sessions)
-    began_s = time.perf_counter()
-    answers = rig.ask(*(rig.restore(index, generation, {"memory": True}) for index in range(rig.sessions)))
-    took_s = time.perf_counter() - began_s
-    for slot in slots:
-        assert slot.inbox() == (LoadState.DONE, SESSION_TOKENS)
-        slot.finish("abort")
+    restored = rig.restored(DISK_GENERATION + 1 + number, rig.sessions, {"memory": True})
     results.add(
-        part, f"tier 1 in, {rig.sessions} sessions, round {number + 1}",
-        sum(int(answer["bytes"]) for answer in answers) / took_s / 1e9, "GB/s", bar=bar, at_least=True,
-        ms=round(1000 * took_s, 2), first_ms=round(1000 * min(float(a["seconds"]) for a in answers), 2),
-        verified=sum(int(answer["blocks_verified"]) for answer in answers), mover=rig.next_account(known),
+        part, f"tier 1 in, {rig.sessions} sessions, round {number + 1}", restored.gb_per_s, "GB/s",
+        bar=bar, at_least=True, ms=round(1000 * restored.took_s, 2), first_ms=round(1000 * min(restored.seconds), 2),
+        verified=restored.total("blocks_verified"), mover=rig.next_account(restored.known),
     )  # fmt: skip
     results.add(part, f"blocks that differ after tier 1, round {number + 1}", rig.differing(), "blocks", bar=0)
 
@@ -119,21 +110,12 @@ def _beside(part: str, rig: Rig, results: Results) -> None:
     # Of those that are restored all are kept by then, and the others go out still.
     before = _saved(rig, BESIDE * SESSION_BLOCKS)
     for number, name in enumerate(("beside tier 1 out", "with tier 1 quiet")):
-        generation, known = DISK_GENERATION + 1 + number, len(rig.accounts())
-        slots = rig.wait_for(generation, BESIDE)
-        requests = [rig.restore(index, generation, {"arena": str(rig.source.arena)}) for index in range(BESIDE)]
-        began_s = time.perf_counter()
-        answers = rig.ask(*requests)
-        took_s = time.perf_counter() - began_s
-        for slot in slots:
-            assert slot.inbox() == (LoadState.DONE, SESSION_TOKENS)
-            slot.finish("abort")
+        restored = rig.restored(DISK_GENERATION + 1 + number, BESIDE, {"arena": str(rig.source.arena)})
         [after] = rig.ask({"op": "status"})
         results.add(
-            part, f"restore of {BESIDE} sessions {name}", 1000 * took_s, "ms",
-            gb_s=round(sum(int(answer["bytes"]) for answer in answers) / took_s / 1e9),
-            verified=sum(int(answer["blocks_verified"]) for answer in answers),
+            part, f"restore of {BESIDE} sessions {name}", 1000 * restored.took_s, "ms",
+            gb_s=round(restored.gb_per_s), verified=restored.total("blocks_verified"),
             out_meanwhile=int(after["tier1_blocks_saved"]) - int(before["tier1_blocks_saved"]),
-            mover=rig.next_account(known),
+            mover=rig.next_account(restored.known),
         )  # fmt: skip
         before = _saved(rig, SESSIONS * SESSION_BLOCKS)

@@ -15,6 +15,7 @@ from midstream.proxy.coordinator import Outcome, Placement, Reason, SessionFacts
 from midstream.proxy.policy import Policy
 from midstream.proxy.settings import ProxySettings
 from midstream.session.arena import LoadState
+from midstream.session.arena_writer import SlotWriter
 from midstream.session.errors import EngineError, Refused
 from midstream.session.ids import SessionId
 from midstream.session.marker import KvSource
@@ -25,7 +26,7 @@ from midstream.sidecar.control_client import ControlClient
 from midstream.sidecar.mover.protocol import MoverError, RestoreResult, StoredResult
 from midstream.sidecar.mover.protocol import Reason as MoverReason
 from midstream.sidecar.supervise import WorkerState
-from support.coordinating import HASH, KEY, PROMPT_LEN, Rig, S, asked
+from support.coordinating import HASH, KEY, PROMPT_LEN, Engine, Rig, S, asked
 
 
 @pytest.fixture
@@ -77,14 +78,23 @@ async def test_the_old_owner_is_needed_until_the_new_one_has_its_kv(rig: Rig) ->
     assert rig.coordinator.outcome(asked()) is Outcome.EXACT
 
 
-async def test_an_old_owner_that_ends_before_its_kv_was_copied_has_written_the_answer(rig: Rig) -> None:
-    placement = await running(rig, 1, 2)
+async def moved_too_late(rig: Rig, facts: SessionFacts | None = None) -> tuple[Placement, Engine, SlotWriter]:
+    """A session whose client has two tokens is moved; its old owner goes on, and is to end before its KV is copied.
+
+    The next place, the old owner, and what that writes into.
+    """
+    placement = await running(rig, 1, 2, facts=facts)
     rig.mover.restored = RestoreResult(False, reason="finished")
     await rig.coordinator.operators.move(S)
-    taken = await rig.over(placement, 1, 2, reason=Reason.MOVE)
+    taken = await rig.over(placement, 1, 2, reason=Reason.MOVE, facts=facts)
     old = rig.engines[placement.worker]
     assert old.newest is not None
-    old.newest.append_tokens([3])
+    return taken, old, old.newest
+
+
+async def test_an_old_owner_that_ends_before_its_kv_was_copied_has_written_the_answer(rig: Rig) -> None:
+    taken, old, wrote = await moved_too_late(rig)
+    wrote.append_tokens([3])
     old.finish("stop")
     assert await asyncio.wait_for(taken.interrupted, 5) is Reason.MOVE
     again = await rig.over(taken, 1, 2, reason=Reason.MOVE)
@@ -97,14 +107,9 @@ async def test_an_old_owner_that_ends_before_its_kv_was_copied_has_written_the_a
 async def test_an_old_owner_whose_front_end_found_a_stop_string_has_written_the_answer(
     rig: Rig, tokens: int, outcome: Outcome
 ) -> None:
-    placement = await running(rig, 1, 2)
-    rig.mover.restored = RestoreResult(False, reason="finished")
-    await rig.coordinator.operators.move(S)
-    taken = await rig.over(placement, 1, 2, reason=Reason.MOVE)
-    old = rig.engines[placement.worker]
-    assert old.newest is not None
+    taken, old, wrote = await moved_too_late(rig)
     # The core has gone on for a step before it heard of the end.
-    old.newest.append_tokens([3, 4])
+    wrote.append_tokens([3, 4])
     old.finish("abort")
     assert await asyncio.wait_for(taken.interrupted, 5) is Reason.MOVE
     again = await rig.over(taken, 1, 2, reason=Reason.MOVE)
@@ -116,13 +121,8 @@ async def test_an_old_owner_whose_front_end_found_a_stop_string_has_written_the_
 
 async def test_an_exact_session_that_its_old_front_end_has_stopped_is_ended_and_not_refused(rig: Rig) -> None:
     facts = replace(asked(), policy=Policy.EXACT)
-    placement = await running(rig, 1, 2, facts=facts)
-    rig.mover.restored = RestoreResult(False, reason="finished")
-    await rig.coordinator.operators.move(S)
-    taken = await rig.over(placement, 1, 2, reason=Reason.MOVE, facts=facts)
-    old = rig.engines[placement.worker]
-    assert old.newest is not None
-    old.newest.append_tokens([3])
+    taken, old, wrote = await moved_too_late(rig, facts)
+    wrote.append_tokens([3])
     old.finish("abort")
     assert await asyncio.wait_for(taken.interrupted, 5) is Reason.MOVE
     again = await rig.over(taken, 1, 2, reason=Reason.MOVE, facts=facts)
