@@ -6,7 +6,7 @@ Engines' environments hold no midstream: what tests start there has it on its pa
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,18 @@ from midstream.sidecar.plugin_path import engine_environ
 pytest.register_assert_rewrite("support")
 
 from support import forking  # noqa: E402
+from support.parsing import nothing_is_collected  # noqa: E402
 from support.vllm_rig import PYTHON_VARIABLE as VLLM_PYTHON  # noqa: E402
 from support.vllm_rig import Rig, whole_model  # noqa: E402
 
 VLLM = "vllm"
 _ENGINES = ("MIDSTREAM_TEST_TRANSFORMERS_PYTHON", VLLM_PYTHON)
+
+
+# What failed, for the last lines of the output: all that is kept of it in some places.
+_failed: list[str] = []
+_TOLD_OF_EACH = 400
+_TOLD = 3000
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -74,6 +81,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return _part(item.nodeid) != VLLM, shares
 
     items.sort(key=place)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failure is told with its source, which is parsed."""
+    with nothing_is_collected():
+        return (yield)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Keep what failed."""
+    if report.failed:
+        reason = getattr(getattr(report.longrepr, "reprcrash", None), "message", None) or str(report.longrepr)
+        _failed.append(f"{report.nodeid} ({report.when}, {report.duration:.0f} s): {reason}"[:_TOLD_OF_EACH])
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Tell what failed once more, in few words."""
+    if _failed and not hasattr(config, "workerinput"):
+        print("\n".join(["what failed:", *_failed])[:_TOLD], flush=True)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from support.parsing import parsed
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("adapters", "loadtest", "proxy", "session", "sidecar")
 
@@ -119,7 +121,7 @@ def sources() -> list[str]:
 
 def imports(source: str) -> list[Import]:
     """All imports of a file, also those inside functions; those for type checkers alone are left out."""
-    tree = ast.parse((ROOT / source).read_text())
+    tree = parsed(ROOT / source)
     return [found for node in _loaded(tree) for found in _of(node, source)]
 
 
@@ -191,9 +193,7 @@ def test_what_is_pure_touches_nothing_outside(source: str) -> None:
     touched = [f"{source}:{one.line} imports {one.module}" for one in imports(source) if one.top in OUTSIDE]
     assert touched == []
     calls = {
-        n.func.id
-        for n in ast.walk(ast.parse((ROOT / source).read_text()))
-        if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+        n.func.id for n in ast.walk(parsed(ROOT / source)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
     }
     assert calls.isdisjoint({"open", "print", "input"})
 
@@ -221,7 +221,7 @@ def test_session_is_standard_library_but_for_the_files_that_store_and_that_of_th
 
 
 def test_cuda_is_loaded_when_it_is_called_for_and_by_no_import() -> None:
-    at_import = ast.parse((ROOT / "session/vram.py").read_text()).body
+    at_import = parsed(ROOT / "session/vram.py").body
     assert [one for node in at_import for one in _of(node, "session/vram.py") if one.top == "cuda"] == []
     assert [one for one in imports("session/vram.py") if one.top == "cuda"] != []
 
@@ -233,7 +233,7 @@ def test_the_holder_loads_nothing_that_could_load_cuda() -> None:
 def test_the_command_needs_only_the_standard_library_until_it_has_looked_for_the_rest() -> None:
     loaded = [
         one
-        for node in ast.parse((ROOT / "sidecar/cli.py").read_text()).body
+        for node in parsed(ROOT / "sidecar/cli.py").body
         for one in _of(node, "sidecar/cli.py")
         if one.top != "midstream" or one.module.startswith("midstream.sidecar")
     ]

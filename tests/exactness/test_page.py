@@ -19,6 +19,7 @@ from midstream.sidecar import workers
 from support.exactness_page import NOTHING, PAGE, ROOT, NoRow, Reference, Row, tables
 from support.features import FEATURES, NOT_OFFERED, Feature
 from support.obstacles import OBSTACLES
+from support.parsing import parsed
 from support.vllm_features import FEATURES as VLLM_FEATURES
 
 EMBEDDED = "tests/exactness/test_embedded_features.py"
@@ -137,7 +138,7 @@ def test_no_row_is_of_a_word_that_there_is_not(page: dict[str, list[Row]]) -> No
 def words_of(*sources: Path) -> set[str]:
     """The words that modules give for obstacles: first in a rule, in a returned list, or appended to one."""
     found: set[str] = set()
-    for node in (node for source in sources for node in ast.walk(ast.parse(source.read_text()))):
+    for node in (node for source in sources for node in ast.walk(parsed(source))):
         match node:
             case ast.Tuple(elts=[ast.Constant(value=str(word)), ast.Call() | ast.Name() | ast.Lambda()]):
                 found.add(word)

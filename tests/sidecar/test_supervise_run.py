@@ -59,7 +59,13 @@ threading.Thread(target=hold, daemon=True).start()
 """
 WAITING = "while True: time.sleep(1)\n"
 # A gigabyte, which takes the kernel some tens of milliseconds to free.
-LARGE = "memory = bytearray(1 << 30)\nfor at in range(0, 1 << 30, 4096): memory[at] = 1\n"
+# In small pages: huge ones are given back within a millisecond.
+LARGE = """
+import mmap
+memory = mmap.mmap(-1, 1 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+memory.madvise(mmap.MADV_NOHUGEPAGE)
+for at in range(0, 1 << 30, 4096): memory[at] = 1
+"""
 # Its front end waits until the lifeline is held: then it is so before the engine is ready.
 HELD = """
 import os
