@@ -219,8 +219,11 @@ class Stage:
                 await self._order(f"{worker['url']}/midstream/quiesce")
             yield
         finally:
-            for worker in workers:
-                await self._order(f"{worker['url']}/midstream/unquiesce")
+            # All of them, whatever one says: whoever stays quiet lets every later test wait for nothing.
+            orders = (self._order(f"{worker['url']}/midstream/unquiesce") for worker in workers)
+            for failed in await asyncio.gather(*orders, return_exceptions=True):
+                if isinstance(failed, BaseException):
+                    raise failed
 
     async def _order(self, url: str) -> None:
         async with self.http.post(url) as answer:
