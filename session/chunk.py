@@ -40,11 +40,14 @@ def encode(raw: bytes | bytearray | memoryview) -> tuple[str, bytes]:
     return digest.hex(), fields + _CHECK.pack(xxhash.xxh3_64_intdigest(frame, xxhash.xxh3_64_intdigest(fields))) + frame
 
 
-def decode(name: str, stored: bytes) -> bytes:
-    """The raw bytes of chunk `name`. Raises CorruptError for whatever is not exactly what `encode` made of them."""
+def check(name: str, stored: bytes | bytearray | memoryview) -> int:
+    """Prove that these are the stored bytes of chunk `name`, without unpacking them; returns the size of its block.
+
+    CorruptError otherwise. Whether the frame holds the block of that name is known only when it is unpacked.
+    """
     if len(stored) < HEADER_BYTES:
         raise CorruptError(f"chunk {name}: {len(stored)} bytes are fewer than a header; recompute from the journal")
-    fields = stored[: _FIELDS.size]
+    fields = bytes(stored[: _FIELDS.size])
     magic, version, flags, size, digest, frame_size = _FIELDS.unpack(fields)
     (check,) = _CHECK.unpack_from(stored, _FIELDS.size)
     frame = memoryview(stored)[HEADER_BYTES:]
@@ -61,10 +64,17 @@ def decode(name: str, stored: bytes) -> bytes:
         )
     if digest.hex() != name or not 0 < size <= RAW_BYTES_MAX:
         raise CorruptError(f"chunk {name}: the file holds {digest.hex()}; recompute from the journal")
+    return int(size)
+
+
+def decode(name: str, stored: bytes | bytearray | memoryview) -> bytes:
+    """The raw bytes of chunk `name`. Raises CorruptError for whatever is not exactly what `encode` made of them."""
+    size = check(name, stored)
     try:
+        frame = memoryview(stored)[HEADER_BYTES:]
         raw = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
     except (zstandard.ZstdError, MemoryError) as error:
         raise CorruptError(f"chunk {name}: {error}; recompute from the journal") from error
-    if len(raw) != size or xxhash.xxh3_128_digest(raw) != digest:
+    if len(raw) != size or xxhash.xxh3_128_hexdigest(raw) != name:
         raise CorruptError(f"chunk {name}: checksum of the block differs; recompute from the journal")
     return raw

@@ -21,6 +21,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -39,6 +40,18 @@ _SNAPSHOT = re.compile(r"\d{10}-\d{10}-\d{17}")
 _CHUNK = re.compile(r"[0-9a-f]{32}")
 _SESSION = re.compile(r"[0-9a-f]{32}")
 _FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A session's latest snapshot, as far as its name tells."""
+
+    session: SessionId
+    snapshot: str
+    generation: int
+    kv_len: int
+    created_at: float
+    finished: bool
 
 
 class DiskStore:
@@ -79,12 +92,24 @@ class DiskStore:
 
     def get_chunk(self, name: str) -> bytes:
         """See Store.get_chunk. A damaged chunk is removed, so that the next snapshot writes it anew."""
+        return self._proven(name, chunk.decode)
+
+    def get_stored(self, name: str) -> bytes:
+        """The bytes of a chunk as they are stored (chunk.py), for another store; see get_chunk for errors."""
+
+        def checked(name: str, stored: bytes) -> bytes:
+            chunk.check(name, stored)
+            return stored
+
+        return self._proven(name, checked)
+
+    def _proven(self, name: str, proof: Callable[[str, bytes], bytes]) -> bytes:
         if not _CHUNK.fullmatch(name):
             raise StoreError(f"chunk {name[:40]!r}: not the name of a chunk")
         with self._failing(f"chunk {name} cannot be read"):
             stored = self._files.read(self._chunk_path(name), CHUNK_BYTES_MAX)
         try:
-            return chunk.decode(name, stored)
+            return proof(name, stored)
         except CorruptError:
             with self._mutex:
                 self._corrupt += 1
@@ -101,6 +126,18 @@ class DiskStore:
         """See Store.named."""
         paths = [path for path in self._manifests(session) if path.name == snapshot]
         return next((found for _, found, _ in self._read(session, paths)), None)
+
+    def heads(self) -> Sequence[Head]:
+        """What each session's latest snapshot is by its name; nothing is opened, so it may be damaged or gone."""
+        found = []
+        for session in self._sessions():
+            paths = self._manifests(session)
+            if not paths:
+                continue
+            generation, kv_len, stamp = map(int, paths[-1].name.split("-"))
+            finished = self._files.size(self._folder(session) / _FINISHED) is not None
+            found.append(Head(session, paths[-1].name, generation, kv_len, stamp / 1e6, finished))
+        return found
 
     def list(self) -> Sequence[StoredSnapshot]:
         """See Store.list."""
