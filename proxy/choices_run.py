@@ -27,7 +27,7 @@ from .prompt_ask import graft_of, with_all_ids, with_part
 from .prompt_part import PromptPart, StreamGraft
 from .report import Report
 from .sse import encode_comment, encode_event
-from .stream import StreamHandler
+from .stream import Respond, StreamHandler
 from .unary import UnaryHandler
 
 # Engines answer as soon as they have taken a request. One that waits for room before it does must not make the others'
@@ -41,7 +41,8 @@ Start = Callable[[int], Coroutine[Any, Any, web.StreamResponse]]
 class ChoicesHandler:
     """One request with several choices.
 
-    `told` is what is known of each prompt besides, and `answer` what the id of their answer is made of.
+    `told` is what is known of each prompt besides, `answer` what the id of their answer is made of, and `respond` makes
+    the response of a stream.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class ChoicesHandler:
         started: Sequence[tuple[Generation, Placement]],
         told: Sequence[PromptPart | None],
         answer: str,
+        respond: Respond,
     ) -> None:
         generations = [generation for generation, _ in started]
         self._generations = generations
@@ -60,6 +62,7 @@ class ChoicesHandler:
         # With several prompts the drawn seeds are no client's: it counts its own anew for each prompt.
         self._names = _Names(self._sessions, None if parts[-1].prompt else generations[0].facts.seed)
         self._answer = answer
+        self._respond = respond
         self._request = generations[0].request
 
     async def run(self) -> web.StreamResponse:
@@ -70,7 +73,7 @@ class ChoicesHandler:
         bytes_max = self._generations[0].settings.event_bytes_max
         merged = MergedStream(self._prompts, self._sessions, self._answer, bytes_max)
         running = _Running(self._generations)
-        mouth = _Mouth(self._request, merged, self._names, running.give_up_others)
+        mouth = _Mouth(self._request, merged, self._names, running.give_up_others, self._respond)
 
         async def start(index: int) -> web.StreamResponse:
             generation = self._generations[index]
@@ -177,8 +180,14 @@ class _Mouth:
     """Says to the client what the choices say. `fail` is told of the choice with which the stream ends early."""
 
     def __init__(
-        self, request: web.Request, merged: MergedStream, names: "_Names", fail: Callable[[int], None]
+        self,
+        request: web.Request,
+        merged: MergedStream,
+        names: "_Names",
+        fail: Callable[[int], None],
+        respond: Respond,
     ) -> None:
+        self._respond = respond
         self._request = request
         self._merged = merged
         self._names = names
@@ -203,7 +212,7 @@ class _Mouth:
                     await self._opened.wait()
         async with self._writing:
             if self._response is None:
-                response = self._names.on(web.StreamResponse(headers=kept))
+                response = self._names.on(self._respond(kept))
                 with self._noticing(index):
                     await response.prepare(self._request)
                 self._response = response

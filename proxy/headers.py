@@ -16,6 +16,8 @@ SESSION = "X-Midstream-Session"
 SEED = "X-Midstream-Seed"
 OUTCOME = "X-Midstream-Outcome"
 TAKEOVERS = "X-Midstream-Takeovers"
+STREAM = "X-Midstream-Stream"
+LAST_EVENT_ID = "Last-Event-ID"
 
 _HOP_BY_HOP = frozenset(
     {

@@ -4,7 +4,7 @@ Invariant: one buffered piece at a time in each direction; a worker that is lost
 connection too, so that half an answer never looks whole. JSON that could carry a marker is checked first.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 from aiohttp import web
 
@@ -49,14 +49,21 @@ class Passthrough:
         return path in private or any(path.startswith(folder) for folder in private if folder.endswith("/"))
 
     async def forward(
-        self, request: web.Request, body: bytes | None, *, stream_body: bool = False
+        self,
+        request: web.Request,
+        body: bytes | None,
+        *,
+        stream_body: bool = False,
+        base_url: str | None = None,
+        more: Mapping[str, str] | None = None,
     ) -> web.StreamResponse:
-        """Forward a request with `body`, or with its own while it comes in."""
+        """Forward a request with `body`, or with its own while it comes in: to a worker, or to `base_url`."""
         try:
-            base_url = self._coordinator.plain_upstream()
+            base_url = base_url or self._coordinator.plain_upstream()
         except Refused as error:
             return problems.refused(error).response(request.headers, request.path)
         sent = headers.towards_engine(request.headers)
+        sent.update(more or {})
         if body is not None:
             sent.popall("Content-Length", None)
         try:

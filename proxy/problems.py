@@ -101,6 +101,41 @@ def too_many_choices(count: int, choices_max: int) -> Problem:
     )
 
 
+def not_kept(reattach_s: float) -> Problem:
+    """A name of a stream that is not kept here. What never was one, and what is no more, sound alike."""
+    return Problem(
+        410,
+        "stream_gone",
+        f"no stream of that name is kept here: it was without a reader for {reattach_s:g} s, was given up for want of "
+        "room, ended with this sidecar's last start, or never was; send the request again without Last-Event-ID",
+    )
+
+
+def no_such_position(position: int, first: int, last: int) -> Problem:
+    """A stream that is kept, but not what follows the event that was named."""
+    return Problem(
+        416,
+        "position_not_kept",
+        f"what follows event {position} is not kept of this stream, only events {first} to {last}: ask for what "
+        f"follows one of {first - 1} to {last}, or send the request again without Last-Event-ID",
+    )
+
+
+def another_request() -> Problem:
+    """A name of a stream, with a request that it does not answer."""
+    return Problem(
+        409,
+        "another_request",
+        "the stream of that name answers another request: send the very request that began it, or ask for the stream "
+        "with GET, or leave Last-Event-ID out",
+    )
+
+
+def wrong_method(method: str) -> Problem:
+    """A stream can be read and given up, and nothing else."""
+    return Problem(405, "wrong_method", f"a stream takes no {method}: read it with GET, or give it up with DELETE")
+
+
 def upstream_lost(text: str) -> Problem:
     """A worker was lost and nobody could take over."""
     return Problem(502, "worker_lost", f"{text}; send the request again", "server_error", 1)

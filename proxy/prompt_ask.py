@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 from multidict import CIMultiDict
 
 from . import problems
@@ -74,23 +75,37 @@ def with_all_ids(generation: Generation) -> Generation:
     return replace(generation, wishes=replace(generation.wishes, hiding=None))
 
 
-def respond_with(graft: StreamGraft) -> Respond:
-    """Makes the response of a stream that begins with its prompt's part."""
-    return lambda kept: _Grafted(graft, kept)
+def respond_with(graft: StreamGraft, respond: Respond) -> Respond:
+    """Makes the response of a stream that begins with its prompt's part, out of another one."""
+    return lambda kept: _Grafted(graft, respond(kept))
 
 
 class _Grafted(web.StreamResponse):
     """A response to a client, into which the prompt's part is put."""
 
-    def __init__(self, graft: StreamGraft, kept: "CIMultiDict[str]") -> None:
-        super().__init__(headers=kept)
+    def __init__(self, graft: StreamGraft, response: web.StreamResponse) -> None:
+        super().__init__(headers=response.headers)
         self._graft = graft
+        self._response = response
+
+    @property
+    def keep_alive(self) -> bool | None:
+        """Whether the connection may be used again; known when the head is out."""
+        return self._response.keep_alive
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        """Send the head."""
+        return await self._response.prepare(request)
 
     async def write(self, data: bytes | bytearray | memoryview) -> None:
         """Send some events."""
         out = self._graft.take(bytes(data))
         if out:
-            await super().write(out)
+            await self._response.write(out)
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """The stream is over."""
+        await self._response.write_eof(data)
 
 
 def _body(answer: web.Response) -> bytes:

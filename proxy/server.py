@@ -5,7 +5,8 @@ coordinator.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from aiohttp import web
 
@@ -15,9 +16,11 @@ from .choices import Part, count_of, single, split
 from .coordinator import Coordinator
 from .dialects.by_path import CHAT_PATH, SESSION_PATHS, events_of
 from .eligible import NO_SESSION, why_not_resumable
+from .elsewhere import Elsewhere, Nowhere
 from .passthrough import Passthrough
 from .policy import Policy, policy_of
 from .prompt_part import is_asked_for, rest
+from .reattach import STREAMS_PATH, Reattach, last_event_id
 from .request import encode_body, parse_body, without_transfer_fields
 from .sessions import Sessions
 from .settings import ProxySettings
@@ -28,9 +31,13 @@ _LINGER_S = 2.0
 
 
 def build_app(
-    coordinator: Coordinator, settings: ProxySettings | None = None, *, routes: Iterable[web.RouteDef] = ()
+    coordinator: Coordinator,
+    settings: ProxySettings | None = None,
+    *,
+    routes: Iterable[web.RouteDef] = (),
+    elsewhere: Elsewhere | None = None,
 ) -> web.Application:
-    """The application; `routes` come before the proxy's own.
+    """The application; `routes` come before the proxy's own, and `elsewhere` are the streams of a fleet's other nodes.
 
     Run it with `make_runner`: it relies on handlers being cancelled when clients leave.
     """
@@ -47,8 +54,13 @@ def build_app(
     app.cleanup_ctx.append(opened)
     sessions = Sessions(coordinator, upstream, settings)
     bodies = Bodies(settings)
-    requests = _Requests(sessions, Passthrough(coordinator, upstream, settings, bodies), settings, bodies)
+    passthrough = Passthrough(coordinator, upstream, settings, bodies)
+    reattach = Reattach(settings, elsewhere or Nowhere(), passthrough) if settings.reattach_s > 0 else None
+    requests = _Requests(sessions, passthrough, settings, bodies, reattach)
     app.add_routes(routes)
+    if reattach is not None:
+        app.cleanup_ctx.append(_closed_at_the_end(reattach))
+        app.router.add_route("*", STREAMS_PATH + "{token:.*}", requests.handle_kept)
     for path in SESSION_PATHS:
         app.router.add_post(path, requests.handle_generation)
     app.router.add_route("*", "/{path:.*}", requests.handle_other)
@@ -67,10 +79,26 @@ def make_runner(app: web.Application, *, shutdown_timeout_s: float = 10.0) -> we
     )
 
 
+def _closed_at_the_end(reattach: Reattach) -> Callable[[web.Application], AsyncIterator[None]]:
+    async def kept(_: web.Application) -> AsyncIterator[None]:
+        yield
+        await reattach.close()
+
+    return kept
+
+
 class _Requests:
     """Bounds the requests that are open at once, and tells sessions from the rest."""
 
-    def __init__(self, sessions: "Sessions", passthrough: Passthrough, settings: ProxySettings, bodies: Bodies) -> None:
+    def __init__(
+        self,
+        sessions: "Sessions",
+        passthrough: Passthrough,
+        settings: ProxySettings,
+        bodies: Bodies,
+        reattach: Reattach | None,
+    ) -> None:
+        self._reattach = reattach
         self._sessions = sessions
         self._passthrough = passthrough
         self._settings = settings
@@ -83,18 +111,25 @@ class _Requests:
 
     async def handle_other(self, request: web.Request) -> web.StreamResponse:
         """A request that is only passed through."""
-        return await self._bounded(request, self._passthrough.handle)
+        return await self._bounded(request, lambda request, _: self._passthrough.handle(request))
+
+    async def handle_kept(self, request: web.Request) -> web.StreamResponse:
+        """A request for a stream that is kept."""
+        assert self._reattach is not None
+        reattach = self._reattach
+        return await self._bounded(request, lambda request, _: reattach.handle(request))
 
     async def _bounded(
-        self, request: web.Request, handle: Callable[[web.Request], Awaitable[web.StreamResponse]]
+        self, request: web.Request, handle: Callable[[web.Request, ExitStack], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        try:
-            with self._counted(1):
-                return await handle(request)
-        except _TooMany:
-            return problems.too_many(self._settings.requests_max).response(request.headers, request.path)
-        finally:
-            self._bodies.release(request)
+        # A session that outlives its request takes this over.
+        with ExitStack() as held:
+            held.callback(self._bodies.release, request)
+            try:
+                held.enter_context(self._counted(1))
+                return await handle(request, held)
+            except _TooMany:
+                return problems.too_many(self._settings.requests_max).response(request.headers, request.path)
 
     @contextmanager
     def _counted(self, count: int) -> Iterator[None]:
@@ -106,9 +141,11 @@ class _Requests:
         finally:
             self._open_count -= count
 
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
+    async def _generate(self, request: web.Request, held: ExitStack) -> web.StreamResponse:
         try:
             raw = await self._bodies.read(request)
+            if self._reattach is not None and (known := last_event_id(request)) is not None:
+                return await self._reattach.resume(request, *known, raw)
             asked = parse_body(raw)
         except BadBody as bad:
             return bad.problem.response(request.headers, request.path)
@@ -134,11 +171,20 @@ class _Requests:
         parts = split(body, chat=chat) if has_choices and obstacle is None else (Part(0, 0, body),)
         try:
             self._hold_copies(request, parts)
-            with self._counted(len(parts) - 1):
-                about_prompt = about_prompt and obstacle is None
-                return await self._sessions.run(request, parts, policy, str(obstacle or ""), about_prompt=about_prompt)
         except BadBody as bad:
             return bad.problem.response(request.headers, request.path)
+        held.enter_context(self._counted(len(parts) - 1))
+        session = partial(
+            self._sessions.run,
+            request,
+            parts,
+            policy,
+            str(obstacle or ""),
+            about_prompt=about_prompt and obstacle is None,
+        )
+        if self._reattach is None or body.get("stream") is not True:
+            return await session()
+        return await self._reattach.begin(request, raw, lambda respond: session(respond=respond), held)
 
     def _hold_copies(self, request: web.Request, parts: Sequence[Part]) -> None:
         """Count what the bodies of several choices take; those of one prompt are as long. Raises BadBody."""

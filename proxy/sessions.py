@@ -26,7 +26,7 @@ from .prompt_ask import OBSTACLE, ask, graft_of, respond_with, with_all_ids, wit
 from .prompt_part import PromptPart, question, rest
 from .request import Outgoing, wants_seed, wishes_of
 from .settings import ProxySettings
-from .stream import StreamHandler
+from .stream import Respond, StreamHandler, plain_response
 from .unary import UnaryHandler
 from .upstream import Upstream
 
@@ -47,9 +47,19 @@ class Sessions:
         self._random = random.SystemRandom()
 
     async def run(
-        self, request: web.Request, parts: Sequence[Part], policy: Policy, obstacle: str, *, about_prompt: bool = False
+        self,
+        request: web.Request,
+        parts: Sequence[Part],
+        policy: Policy,
+        obstacle: str,
+        *,
+        about_prompt: bool = False,
+        respond: Respond = plain_response,
     ) -> web.StreamResponse:
-        """Answer one request; each of its parts is a session. `about_prompt`: it asks for something of its prompts."""
+        """Answer one request; each of its parts is a session.
+
+        `about_prompt`: it asks for something of its prompts. `respond` makes the response of a stream.
+        """
         parent = uuid.uuid4().hex if len(parts) > 1 else ""
         seed = self._random.getrandbits(31)
         told: Sequence[PromptPart | None] = [None] * (parts[-1].prompt + 1)
@@ -65,14 +75,14 @@ class Sessions:
         except Refused as error:
             return problems.refused(error).response(request.headers, request.path)
         if parent:
-            return await ChoicesHandler(parts, started, told, parent).run()
+            return await ChoicesHandler(parts, started, told, parent, respond).run()
         generation, placement = started[0]
         if not generation.facts.stream:
             return with_part(await UnaryHandler(generation).run(placement), told[0], request)
         graft = graft_of(generation, told[0])
         if graft is None:
-            return await StreamHandler(generation).run(placement)
-        return await StreamHandler(with_all_ids(generation), respond_with(graft)).run(placement)
+            return await StreamHandler(generation, respond).run(placement)
+        return await StreamHandler(with_all_ids(generation), respond_with(graft, respond)).run(placement)
 
     async def _admitted(
         self, request: web.Request, several: Sequence[SessionFacts]

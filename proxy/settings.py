@@ -39,6 +39,12 @@ class ProxySettings:
     hiding: Hiding = Hiding.NULL
     # What the engine serves for its operator alone; clients get 404. One that ends in / stands for all below it.
     private_paths: frozenset[str] = frozenset()
+    # How long a stream is kept without a reader; 0: it ends with its client's connection.
+    reattach_s: float = 0.0
+    # What is kept of one stream, and of all together; and how many are.
+    reattach_stream_bytes_max: int = 1 << 20
+    reattach_bytes_max: int = 256 << 20
+    reattach_streams_max: int = 10_000
 
     def __post_init__(self) -> None:
         for name in (
@@ -53,8 +59,11 @@ class ProxySettings:
             "idle_connection_s",
             "keepalive_first_s",
             "keepalive_s",
+            "reattach_stream_bytes_max",
+            "reattach_bytes_max",
+            "reattach_streams_max",
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"proxy setting {name}: expected a value above 0, got {getattr(self, name)}")
-        if self.takeovers_max < 0 or self.error_grace_s < 0:
-            raise ValueError("proxy settings takeovers_max and error_grace_s must not be negative")
+        if self.takeovers_max < 0 or self.error_grace_s < 0 or self.reattach_s < 0:
+            raise ValueError("proxy settings takeovers_max, error_grace_s and reattach_s must not be negative")

@@ -6,6 +6,7 @@ byte. It does not know what the data of an event means (dialects/ does), and nev
 """
 
 import re
+from itertools import pairwise
 
 import msgspec
 
@@ -122,6 +123,25 @@ def _event(raw: bytes, *, bom: bool = False) -> Event:
         elif field == b"id" and b"\0" not in value:
             identifier = value.decode("utf-8", "replace")
     return Event(raw, b"\n".join(data) if data else None, name, identifier)
+
+
+def split_events(data: bytes) -> list[bytes]:
+    """Bytes that hold whole events, cut after each of them; what lacks its empty line at the very end counts as one."""
+    cuts = [0, *(found.end() for found in _EVENT_END.finditer(data))]
+    if cuts[-1] != len(data):
+        cuts.append(len(data))
+    return [data[start:end] for start, end in pairwise(cuts)]
+
+
+def with_id(raw: bytes, id_line: bytes) -> bytes:
+    """One event under another id: a line after its own ones, so that it is the one that counts."""
+    # Empty lines before it mean nothing, and would look like a part of the end of the event before.
+    raw = raw.lstrip(b"\r\n")
+    end = _EVENT_END.search(raw)
+    if end is None:
+        return raw + (b"" if not raw or raw.endswith((b"\n", b"\r")) else b"\n") + id_line + b"\n\n"
+    line_end = 2 if end.group().startswith(b"\r\n") else 1
+    return raw[: end.start() + line_end] + id_line + b"\n\n"
 
 
 def encode_event(data: bytes) -> bytes:

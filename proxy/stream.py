@@ -41,7 +41,7 @@ class StreamHandler:
 
     def __init__(self, generation: Generation, respond: Respond | None = None) -> None:
         self._generation = generation
-        self._respond = respond if respond is not None else _respond
+        self._respond = respond if respond is not None else plain_response
         self._failover = generation.failover
         self._splicer = splicer_of(generation.wishes)
         self._response: web.StreamResponse | None = None
@@ -278,7 +278,8 @@ class StreamHandler:
         return self._response
 
 
-def _respond(kept: "CIMultiDict[str]") -> web.StreamResponse:
+def plain_response(kept: "CIMultiDict[str]") -> web.StreamResponse:
+    """A response whose bytes go to the client as they are."""
     return web.StreamResponse(headers=kept)
 
 

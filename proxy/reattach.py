@@ -1,0 +1,247 @@
+"""Keeps streams for clients that lose their connection, and lets them come back.
+
+Owns all kept streams, by what their tokens hash to, and the time for which each is kept. Invariant: a stream without a
+reader is given up after `reattach_s`, its session with it, as at a disconnect where nothing is kept; a whole answer is
+kept for as long after its last reader. A token opens its own stream and tells nothing of others: whether it was wrong,
+has ended or is another node's, the answer is the same, and so is the work for it. Tokens are in no log and no listing.
+What is kept and sent is `stream_kept`'s and `stream_reader`'s; where a session goes on is nothing to this.
+"""
+
+import asyncio
+import hashlib
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
+from typing import Any
+
+from aiohttp import web
+from multidict import CIMultiDict
+
+from . import headers, problems
+from .elsewhere import Elsewhere
+from .event_ids import TOKEN_BYTES, is_token, new_token, parse_id, parse_position, prefix_of
+from .passthrough import Passthrough
+from .problems import Problem
+from .settings import ProxySettings
+from .stream import Respond, plain_response
+from .stream_kept import KeptStream, Phase
+from .stream_reader import Over, StreamReader
+from .stream_room import Room
+
+_LOG = logging.getLogger("midstream.proxy")
+
+STREAMS_PATH = "/midstream/v1/streams/"
+# Set where a request is sent on to the node that has the stream, which never sends it on again.
+_SENT_ON = "X-Midstream-Sent-On"
+
+Session = Callable[[Respond], Coroutine[Any, Any, web.StreamResponse]]
+
+
+class Reattach:
+    """All streams that are kept."""
+
+    def __init__(self, settings: ProxySettings, elsewhere: Elsewhere, passthrough: Passthrough) -> None:
+        self._keep_s = settings.reattach_s
+        self._streams_max = settings.reattach_streams_max
+        self._elsewhere = elsewhere
+        self._passthrough = passthrough
+        self._secret = secrets.token_bytes(16)
+        self._streams: dict[bytes, KeptStream] = {}
+        # Whole, had by a reader, and read by nobody now: the first to go, the oldest first.
+        self._spare: OrderedDict[bytes, KeptStream] = OrderedDict()
+        self._room = Room(settings.reattach_bytes_max, settings.reattach_stream_bytes_max, self._drop_spare)
+        self._tasks: set[asyncio.Task[web.StreamResponse]] = set()
+
+    # ---- sessions
+
+    async def begin(self, request: web.Request, body: bytes, session: Session, held: ExitStack) -> web.StreamResponse:
+        """Answer a request for a stream. What `held` holds is the session's: it is let go of when that is over."""
+        stream = self._new(_digest(request, body))
+        if stream is None:
+            # Everything is in use: without ids the client knows that it cannot come back to this one.
+            return await session(plain_response)
+        stream.task = task = asyncio.create_task(session(stream.respond))
+        self._tasks.add(task)
+        # A task that is cancelled before its first step lets go of nothing by itself.
+        lent = held.pop_all()
+        task.add_done_callback(lambda _: lent.close())
+        task.add_done_callback(lambda done: self._session_over(stream, done))
+        try:
+            either: set[asyncio.Future[Any]] = {task, stream.opened}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            # Nobody knows the stream's name.
+            self._drop(stream)
+            raise
+        if stream.phase is Phase.AWAITED:
+            return await task
+        return await self._read(request, stream, StreamReader(stream, 0, request, self._keep_s), first=True)
+
+    def _new(self, digest: bytes) -> KeptStream | None:
+        if len(self._streams) >= self._streams_max and not self._drop_spare():
+            return None
+        token = new_token(secrets.token_bytes(TOKEN_BYTES), self._elsewhere.own_prefix)
+        stream = KeptStream(token, self._key(token), digest, self._room)
+        self._streams[stream.key] = stream
+        self._room.share_among(len(self._streams))
+        return stream
+
+    def _session_over(self, stream: KeptStream, task: "asyncio.Task[web.StreamResponse]") -> None:
+        self._tasks.discard(task)
+        awaited = stream.phase is Phase.AWAITED
+        if not task.cancelled() and (error := task.exception()) is not None and not awaited:
+            _LOG.error("event=session_broke", exc_info=error)
+        if awaited or stream.phase is Phase.OPEN:
+            # An answer that is no stream, or half of one that must not look whole.
+            self._streams.pop(stream.key, None)
+            self._room.share_among(len(self._streams))
+            if not awaited:
+                stream.give_up()
+
+    # ---- those who come back
+
+    async def resume(self, request: web.Request, token: str, position: int, body: bytes) -> web.StreamResponse:
+        """The same request again, with the id of the last event that its client has."""
+        found = await self._find(request, token, body)
+        if not isinstance(found, KeptStream):
+            return found
+        if found.digest != _digest(request, body):
+            return _told(problems.another_request(), request)
+        return await self._go_on(request, found, position)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """A stream by its name: GET reads on, DELETE gives it up."""
+        if request.method not in ("GET", "DELETE"):
+            answer = _told(problems.wrong_method(request.method), request)
+            answer.headers["Allow"] = "GET, DELETE"
+            return answer
+        token = request.path.removeprefix(STREAMS_PATH)
+        try:
+            position = _position_of(request, token)
+        except ValueError as error:
+            return _told(problems.bad_request(str(error)), request)
+        found = await self._find(request, token, None)
+        if not isinstance(found, KeptStream):
+            return found
+        if request.method == "DELETE":
+            self._drop(found)
+            return web.Response(status=204)
+        if found.phase is Phase.WHOLE and position == found.log.last:
+            # Readers that come back by themselves, as browsers' do, stop at this.
+            return web.Response(status=204)
+        return await self._go_on(request, found, position)
+
+    async def _find(self, request: web.Request, token: str, body: bytes | None) -> KeptStream | web.StreamResponse:
+        """The stream of that name, or the answer to its client."""
+        stream = self._streams.get(self._key(token)) if is_token(token) else None
+        if stream is not None and stream.phase is not Phase.AWAITED:
+            return stream
+        prefix = prefix_of(token) if is_token(token) else ""
+        if prefix != self._elsewhere.own_prefix and _SENT_ON not in request.headers:
+            base_url = await self._elsewhere.base_url_of(prefix)
+            if base_url is not None:
+                return await self._passthrough.forward(request, body, base_url=base_url, more={_SENT_ON: "1"})
+        return _told(problems.not_kept(self._keep_s), request)
+
+    async def _go_on(self, request: web.Request, stream: KeptStream, position: int) -> web.StreamResponse:
+        if not stream.log.has_after(position):
+            return _told(problems.no_such_position(position, stream.log.first, stream.log.last), request)
+        return await self._read(request, stream, StreamReader(stream, position, request, self._keep_s), first=False)
+
+    async def _read(
+        self, request: web.Request, stream: KeptStream, reader: StreamReader, *, first: bool
+    ) -> web.StreamResponse:
+        # Before anything is awaited: what it asks for must not be dropped meanwhile.
+        stream.attach(reader)
+        if stream.timer is not None:
+            stream.timer.cancel()
+        self._spare.pop(stream.key, None)
+        response = web.StreamResponse(headers=_head(stream, request, first=first))
+        over: Over | None = None
+        try:
+            await response.prepare(request)
+            first = False
+            over = await reader.run(response)
+        except ConnectionError:
+            # Only writing to the client raises this here: it has left.
+            pass
+        finally:
+            self._reader_over(stream, reader, over, nameless=first)
+        return response
+
+    def _reader_over(self, stream: KeptStream, reader: StreamReader, over: Over | None, *, nameless: bool) -> None:
+        stream.delivered = stream.delivered or over is Over.WHOLE
+        if not stream.detach(reader) or stream.phase is Phase.GONE:
+            return
+        if nameless or over is Over.STALLED:
+            # Nobody has its name; or it has been without anybody who took something for all of the time.
+            self._drop(stream)
+            return
+        stream.timer = asyncio.get_running_loop().call_later(self._keep_s, self._drop, stream)
+        if stream.delivered:
+            self._spare[stream.key] = stream
+
+    # ---- ends
+
+    def _drop_spare(self) -> bool:
+        if not self._spare:
+            return False
+        self._drop(next(iter(self._spare.values())))
+        return True
+
+    def _drop(self, stream: KeptStream) -> None:
+        self._spare.pop(stream.key, None)
+        if self._streams.pop(stream.key, None) is not None:
+            self._room.share_among(len(self._streams))
+            stream.give_up()
+
+    async def close(self) -> None:
+        """Give everything up."""
+        for stream in list(self._streams.values()):
+            self._drop(stream)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _key(self, token: str) -> bytes:
+        """Not the token itself: how long it takes to find one must say nothing of how much of a guess is right."""
+        return hashlib.blake2b(token.encode(), digest_size=16, key=self._secret).digest()
+
+
+def last_event_id(request: web.Request) -> tuple[str, int] | None:
+    """The stream and the event that a client says it has; None where it names none of ours."""
+    return parse_id(request.headers.get(headers.LAST_EVENT_ID, ""))
+
+
+def _position_of(request: web.Request, token: str) -> int:
+    """What the client has of the stream; ValueError says what is wrong with how it says that."""
+    told = request.headers.get(headers.LAST_EVENT_ID)
+    if told:
+        known = parse_id(told)
+        if known is None or known[0] != token:
+            raise ValueError("Last-Event-ID is no id of an event of this stream: give the last one that was received")
+        return known[1]
+    position = parse_position(request.query.get("from", "0"))
+    if position is None:
+        raise ValueError("from is no number: give that of the last event that was received, or 0 for all of them")
+    return position
+
+
+def _digest(request: web.Request, body: bytes) -> bytes:
+    """What makes a request the same one."""
+    return hashlib.blake2b(request.raw_path.encode() + b"\0" + body, digest_size=16).digest()
+
+
+def _head(stream: KeptStream, request: web.Request, *, first: bool) -> "CIMultiDict[str]":
+    """The head of the answer as the session made it, under the name by which to come back."""
+    head = CIMultiDict(stream.headers)
+    head[headers.STREAM] = stream.token
+    if not first:
+        head.popall(headers.REQUEST_ID, None)
+        head["Cache-Control"] = "no-store"
+        headers.echo_request_id(head, request.headers)
+    return head
+
+
+def _told(problem: Problem, request: web.Request) -> web.Response:
+    return problem.response(request.headers, request.path)
