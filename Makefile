@@ -14,7 +14,6 @@ READY := .venv/.ready
 TIMES := --durations=10 --durations-min=2
 # Two processes share out what runs in them by tests/conftest.py.
 TWO := --numprocesses 2 --dist loadscope --no-loadscope-reorder
-CORES := $(shell nproc 2> /dev/null || echo 1)
 # Prints the path of an engine's environment or of a model, building it first if need be.
 ENSURE := $(BIN)/python -m midstream.sidecar.environments ensure
 
@@ -64,14 +63,10 @@ test: lint
 	# Wide enough that a failure's line at the end names its reason.
 	export COLUMNS=240
 	suite() { $(BIN)/pytest -v -ra $(TIMES) "$$@" $(TESTS) || { code=$$?; [ $$code = 5 ] || return $$code; }; }
-	# With four cores vLLM's tests run in one process and all others beside it; two pairs of engines at once are more
-	# than two cores can do in good time: there the tests without engines come first, and engines are alone.
-	if [ $(CORES) -ge 4 ]; then
-		suite -m 'not gpu' $(TWO)
-	else
-		suite -m 'not engine and not gpu' $(TWO)
-		suite -m 'engine and not gpu'
-	fi
+	# Two cores: what needs no engine is told first; then vLLM's tests in one process and those of all other engines beside
+	# it, for a start of an engine keeps one core busy.
+	suite -m 'not engine and not gpu' $(TWO)
+	suite -m 'engine and not gpu' $(TWO)
 
 bench: $(READY)
 	$(BIN)/python -m midstream.loadtest.proxy_bench $(BENCH)

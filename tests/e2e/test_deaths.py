@@ -11,7 +11,7 @@ from support.sidecars import Sidecar, outcome_of, require_whole
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
 
-BODY: dict[str, Any] = {"prompt": "The lifeline of a worker", "temperature": 0.8, "seed": 3, "max_tokens": 80}
+BODY: dict[str, Any] = {"prompt": "The lifeline of a worker", "temperature": 0.8, "seed": 3, "max_tokens": 300}
 TRIES = 3
 
 

@@ -161,7 +161,8 @@ async def test_two_deaths_in_one_session_and_nobody_left_for_a_while(
     sidecar: Sidecar, http: aiohttp.ClientSession
 ) -> None:
     await sidecar.ready(http)
-    body = {**SAMPLED, "max_tokens": 200, "prompt": "A long way to go, twice"}
+    # Long, for on a busy machine the second kill takes its time.
+    body = {**SAMPLED, "max_tokens": 600, "prompt": "A long way to go, twice"}
     wanted = await undisturbed(sidecar, http, body)
     known = await ids_of(sidecar, http)
     first, second = [await sidecar.target(http, name) for name in ("worker-0", "worker-1")]
@@ -182,7 +183,7 @@ async def test_two_deaths_in_one_session_and_nobody_left_for_a_while(
 
 async def test_a_hung_worker_is_left_killed_and_comes_back(sidecar: Sidecar, http: aiohttp.ClientSession) -> None:
     await sidecar.ready(http)
-    body = {**GREEDY, "max_tokens": 200, "prompt": "Silence is no answer"}
+    body = {**GREEDY, "max_tokens": 600, "prompt": "Silence is no answer"}
     wanted = await undisturbed(sidecar, http, body)
     hung: list[dict[str, Any]] = []
 

@@ -23,7 +23,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.vllm, pytest.mark.timeout(400)]
 
 # On a CPU the only worker is a process of its own.
 HOLDERS = ("VllmWorker-0", "EngineCore", "front end")
-BODY = chat("Write a long story about a dog named Max.", temperature=0.8, seed=5)
+# Long enough that on a busy machine, too, a kill that is ordered at its beginning comes before its end.
+BODY = chat("Write a long story about a dog named Max.", temperature=0.8, seed=5, max_tokens=240, ignore_eos=True)
 
 
 class Site:
