@@ -12,6 +12,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
+from midstream.proxy.elsewhere import Elsewhere
 from midstream.proxy.server import build_app, make_runner
 from midstream.proxy.settings import ProxySettings
 
@@ -101,12 +102,14 @@ def _encoded(body: object) -> bytes:
 
 
 @asynccontextmanager
-async def proxied(coordinator: ScriptedCoordinator, settings: ProxySettings | None = None) -> AsyncIterator[Client]:
+async def proxied(
+    coordinator: ScriptedCoordinator, settings: ProxySettings | None = None, elsewhere: Elsewhere | None = None
+) -> AsyncIterator[Client]:
     """A running proxy before the coordinator's engines, and its client."""
     async with AsyncExitStack() as stack:
         for engine in coordinator.engines:
             await stack.enter_async_context(engine.serving())
-        runner = make_runner(build_app(coordinator, settings), shutdown_timeout_s=0.5)
+        runner = make_runner(build_app(coordinator, settings, elsewhere=elsewhere), shutdown_timeout_s=0.5)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, "127.0.0.1", 0).start()
