@@ -8,6 +8,8 @@ MidstreamError
 ├── StoreError         a stored snapshot is missing, torn or not readable
 │   └── CorruptError   bytes differ from what their checksum promises
 ├── KeyMismatch        KV of one engine offered to another
+├── CoordinationError  the fleet's coordination service did not do what it was asked, or did not say so
+│   └── LeaseLost      a member's lease is over for good; it has to join again
 ├── EngineError        an engine cannot be started or does not answer as its contract says
 └── Refused            no worker can take a session, or its policy forbids what could be done
 
@@ -45,6 +47,14 @@ class CorruptError(StoreError):
 
 class KeyMismatch(MidstreamError):
     """KV of one engine was offered to another that must not use it."""
+
+
+class CoordinationError(MidstreamError):
+    """The fleet's coordination service did not do what it was asked, or did not say that it did."""
+
+
+class LeaseLost(CoordinationError):
+    """A member's lease is over for good."""
 
 
 class EngineError(MidstreamError):
