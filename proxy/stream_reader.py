@@ -124,9 +124,9 @@ class StreamReader:
                 elif loop.time() - since_s >= self._stall_s:
                     return False
         finally:
-            if not work.done():
-                work.cancel()
-                await asyncio.gather(work, return_exceptions=True)
+            work.cancel()
+            # Also where it has failed by itself while this was being cancelled.
+            await asyncio.gather(work, return_exceptions=True)
 
     def _buffered_bytes(self) -> int:
         transport = self._request.transport

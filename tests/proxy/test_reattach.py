@@ -432,7 +432,7 @@ async def test_all_streams_together_are_bounded_and_those_who_wait_go_on_when_th
             async with here.post() as client:
                 tokens.append((await cut_after(client, 100))[0])
         await asyncio.sleep(0.6)
-        assert len(here.coordinator.of("ended")) == 1, "one takes 135 kB, and two would be too much"
+        assert len(here.coordinator.of("ended")) < 2, "one takes 135 kB, and two would be too much"
         wholes = [await here.rest(token, 0) for token in tokens]
         assert [text_in(whole) for whole in wholes] == ["".join(flood.texts)] * 4
         assert here.coordinator.of("ended") == [("ended", "finished")] * 4
