@@ -114,6 +114,19 @@ class Proxy(_Part, frozen=True):
         bool,
         Meta(description="Give sampled requests without a seed one of ours, so that they too can go on exactly."),
     ] = True
+    reattach_s: Annotated[
+        float,
+        Meta(ge=0, le=86_400, description="How long a stream is kept for a client that lost its connection; 0: not."),
+    ] = 0.0
+    reattach_stream_bytes_max: Annotated[
+        int, Meta(ge=1 << 16, le=1 << 30, description="What is kept of one such stream.")
+    ] = 1 << 20
+    reattach_bytes_max: Annotated[
+        int, Meta(ge=1 << 20, le=1 << 40, description="What is kept of all of them together.")
+    ] = 256 << 20
+    reattach_streams_max: Annotated[
+        int, Meta(ge=1, le=1_000_000, description="How many are kept; further ones cannot be come back to.")
+    ] = 10_000
 
 
 class Restore(_Part, frozen=True):

@@ -21,6 +21,10 @@ def proxy_settings(settings: Settings, adapter: EngineAdapter | None) -> ProxySe
         policy=Policy(proxy.policy),
         stall=StallPolicy(floor_s=proxy.stall_floor_s, factor=proxy.stall_factor),
         assign_seed=proxy.assign_seed,
+        reattach_s=proxy.reattach_s,
+        reattach_stream_bytes_max=proxy.reattach_stream_bytes_max,
+        reattach_bytes_max=proxy.reattach_bytes_max,
+        reattach_streams_max=proxy.reattach_streams_max,
         hiding=Hiding.NULL if as_null else Hiding.ABSENT,
         private_paths=adapter.private_paths if adapter is not None else _every_private_path(),
     )
