@@ -1,0 +1,264 @@
+"""The chart's manifests: what Kubernetes takes, who runs as whom, and in which order."""
+
+import re
+from typing import Any
+
+import pytest
+
+from support.charts import Charts, Rendered, RenderError, newest_version, validate
+
+# The oldest that the chart is for, and whatever is newest where the tests run.
+OLDEST = "1.29.0"
+CPU = {"gpu": {"enabled": False}, "engine": {"image": {"repository": "example/engine-for-cpus"}}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "sglang": {"engine": {"kind": "sglang"}},
+    "vllm on CPUs": CPU,
+    "sglang on CPUs": {**CPU, "engine": {**CPU["engine"], "kind": "sglang"}},
+    "two engines": {"engine": {"count": 2}, "replicas": 3},
+    "a store for each pod": {"store": {"enabled": True, "storageClassName": "fast"}},
+    "a store that ends with the pod": {"store": {"enabled": True, "persistent": False}},
+    "tier 1": {"config": {"tier1": {"bytes": 64 << 30, "tail": "64"}}},
+    "a service monitor": {"serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}}},
+    "a network policy": {
+        "networkPolicy": {
+            "enabled": True,
+            "from": [{"namespaceSelector": {"matchLabels": {"team": "a"}}}],
+            "egress": [{"ports": [{"port": 443, "protocol": "TCP"}]}],
+        }
+    },
+    "coordination": {"fleet": {"coordination": "kubernetes"}},
+    "rescued pools": {"gpu": {"rescuePools": True}},
+    "no runtime class": {"gpu": {"runtimeClassName": ""}},
+    "the platform's user": {"podSecurity": {"user": None, "group": None}},
+    "no budget": {"podDisruptionBudget": {"enabled": False}},
+    "no account": {"serviceAccount": {"create": False}},
+    "whatever a pod can have": {
+        "imagePullSecrets": [{"name": "secret"}],
+        "podAnnotations": {"a": "b"},
+        "podLabels": {"c": "d"},
+        "nodeSelector": {"gpu": "h200"},
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "affinity": {"nodeAffinity": {}},
+        "topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}],
+        "priorityClassName": "high",
+        "volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "models"}}],
+        "service": {"type": "LoadBalancer", "port": 80, "annotations": {"e": "f"}},
+        "engine": {
+            "model": "/models/large",
+            "args": ["--max-model-len", 4096, "--dtype=bfloat16"],
+            "env": [{"name": "HF_HUB_OFFLINE", "value": "1"}],
+            "envFrom": [{"secretRef": {"name": "hub"}}],
+            "resources": {"requests": {"cpu": "8", "memory": "64Gi"}, "limits": {"memory": "64Gi"}},
+            "cache": {"existingClaim": "cache"},
+            "pythonPath": "/somewhere",
+            "volumeMounts": [{"name": "models", "mountPath": "/models", "readOnly": True}],
+            "liveness": False,
+        },
+        "sidecar": {
+            "resources": {"requests": {"cpu": "2"}},
+            "env": [{"name": "MIDSTREAM_LOG_LEVEL", "value": "debug"}],
+        },
+    },
+}
+# Its fields are younger than the oldest cluster.
+CLAIM = {"gpu": {"access": "claim", "claimTemplate": "one-gpu", "runtimeClassName": ""}}
+EVERY = {**OPTIONS, "a claim": CLAIM}
+LONG = "a" * 53  # Helm allows no longer name of a release
+
+
+@pytest.fixture(scope="module", params=EVERY)
+def rendered(request: pytest.FixtureRequest, chart: Charts) -> Rendered:
+    return chart.render(EVERY[request.param])
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_the_oldest_cluster_takes_every_field(chart: Charts, option: str) -> None:
+    validate(chart.render(OPTIONS[option]), OLDEST)
+
+
+def test_the_newest_cluster_takes_every_field(rendered: Rendered) -> None:
+    validate(rendered, newest_version())
+
+
+def test_a_field_that_no_cluster_knows_would_be_found(chart: Charts) -> None:
+    from jsonschema import ValidationError
+
+    for version in (OLDEST, newest_version()):
+        rendered = chart.render()
+        rendered.pod["containers"][0]["livenessprobe"] = {}
+        with pytest.raises(ValidationError, match="livenessprobe"):
+            validate(rendered, version)
+
+
+@pytest.mark.parametrize("option", ["defaults", "vllm on CPUs", "a store for each pod", "coordination"])
+def test_helm_itself_finds_nothing_to_complain_of(chart: Charts, option: str) -> None:
+    # 1 is information: the chart has no icon.
+    assert [message for message in chart.lint(OPTIONS[option]) if message["severity"] > 1] == []
+
+
+def test_the_native_sidecars_come_first_and_are_started_again(rendered: Rendered) -> None:
+    init = rendered.pod["initContainers"]
+    assert [(c["name"], c.get("restartPolicy")) for c in init] == [
+        ("holder", "Always"),
+        ("midstream", "Always"),
+        ("plugin", None),
+    ]
+    # The next one waits for these; without them engines would start beside nobody.
+    assert all("startupProbe" in container for container in init[:2])
+
+
+def test_nothing_runs_as_root_or_may_become_more_than_it_is(rendered: Rendered) -> None:
+    assert rendered.pod["securityContext"]["runAsNonRoot"] is True
+    assert rendered.pod["securityContext"].get("runAsUser", 1) > 0
+    assert rendered.pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & set(rendered.pod)
+    assert not [volume for volume in rendered.pod["volumes"] if "hostPath" in volume]
+    for container in rendered.containers:
+        context = container["securityContext"]
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["readOnlyRootFilesystem"] is True
+        assert context["capabilities"]["drop"] == ["ALL"]
+        assert not {"runAsUser", "runAsGroup", "runAsNonRoot", "privileged", "seccompProfile"} & set(context)
+
+
+def test_only_where_it_is_asked_for_anybody_has_a_capability(chart: Charts) -> None:
+    def added(rendered: Rendered) -> dict[str, list[str]]:
+        held = {c["name"]: c["securityContext"]["capabilities"].get("add") for c in rendered.containers}
+        return {name: capabilities for name, capabilities in held.items() if capabilities}
+
+    assert added(chart.render()) == {}
+    assert added(chart.render({"gpu": {"rescuePools": True}})) == {"midstream": ["SYS_PTRACE"]}
+    assert added(chart.render({**CPU, "gpu": {"enabled": False, "rescuePools": True}})) == {}
+
+
+def test_all_containers_are_one_user_that_sees_the_processes_of_all(rendered: Rendered) -> None:
+    # The holder answers its own user only, and a pool is adopted only when its engine's processes are seen to be gone.
+    assert rendered.pod["shareProcessNamespace"] is True
+    for container in (rendered.container("holder"), rendered.container("midstream"), *rendered.engines):
+        [mount] = [m for m in container["volumeMounts"] if m["name"] == "run"]
+        assert (mount["mountPath"], mount.get("readOnly")) == ("/run/midstream", None)
+
+
+def test_every_volume_is_mounted_and_every_mount_has_a_volume(chart: Charts) -> None:
+    for values in EVERY.values():
+        rendered = chart.render(values)
+        claimed = [c["metadata"]["name"] for c in rendered.workload["spec"].get("volumeClaimTemplates", [])]
+        volumes = [*(volume["name"] for volume in rendered.pod["volumes"]), *claimed]
+        assert len(volumes) == len(set(volumes))
+        assert set(volumes) == {mount["name"] for c in rendered.containers for mount in c["volumeMounts"]}
+        for container in rendered.containers:
+            places = [mount["mountPath"] for mount in container["volumeMounts"]]
+            assert len(places) == len(set(places))
+
+
+@pytest.mark.parametrize("name", ["d", "midstream", LONG, LONG[:-1] + "b"])
+@pytest.mark.parametrize("option", ["two engines", "a store for each pod", "coordination"])
+def test_names_are_unique_and_short_enough_for_what_is_added_to_them(chart: Charts, option: str, name: str) -> None:
+    rendered = chart.render(OPTIONS[option], name=name)
+    named = [(document["kind"], document["metadata"]["name"]) for document in rendered.documents]
+    assert len(named) == len(set(named))
+    # The controller's digest and the pod's own suffix go into labels and host names.
+    assert len(rendered.workload["metadata"]["name"] + "-0123456789-01234") <= 63
+    containers = [container["name"] for container in rendered.containers]
+    assert len(containers) == len(set(containers))
+    for label in (*(name for _, name in named), *containers, *(v["name"] for v in rendered.pod["volumes"])):
+        assert re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", label), label
+    for document in (*rendered.documents, rendered.workload["spec"]["template"]):
+        assert all(len(value) <= 63 for value in document["metadata"]["labels"].values())
+
+
+def test_two_long_names_never_become_one(chart: Charts) -> None:
+    first, second = (chart.render(name=name).workload["metadata"]["name"] for name in (LONG, LONG[:-1] + "b"))
+    assert first != second
+
+
+def test_every_selector_finds_the_pods_and_no_more_than_theirs(chart: Charts) -> None:
+    rendered = chart.render(EVERY["coordination"])
+    labels = rendered.workload["spec"]["template"]["metadata"]["labels"]
+    others = chart.render(EVERY["coordination"], name="other").workload["spec"]["template"]["metadata"]["labels"]
+    selectors = [
+        rendered.workload["spec"]["selector"]["matchLabels"],
+        rendered.one("Service")["spec"]["selector"],
+        rendered.one("PodDisruptionBudget")["spec"]["selector"]["matchLabels"],
+    ]
+    for selector in selectors:
+        assert selector.items() <= labels.items()
+        assert not selector.items() <= others.items()
+
+
+def test_the_monitor_finds_one_service_though_there_are_two(chart: Charts) -> None:
+    rendered = chart.render({**OPTIONS["a store for each pod"], "serviceMonitor": {"enabled": True}})
+    wanted = rendered.one("ServiceMonitor")["spec"]["selector"]["matchLabels"]
+    found = [s for s in rendered.of("Service") if wanted.items() <= s["metadata"]["labels"].items()]
+    assert [s["metadata"]["name"] for s in found] == ["demo-midstream"]
+
+
+def test_pods_have_names_that_stay_only_where_each_has_a_store_of_its_own(chart: Charts) -> None:
+    assert chart.render().workload["kind"] == "Deployment"
+    assert chart.render(OPTIONS["a store that ends with the pod"]).workload["kind"] == "Deployment"
+    kept = chart.render(OPTIONS["a store for each pod"])
+    assert kept.workload["kind"] == "StatefulSet"
+    headless = [s for s in kept.of("Service") if s["spec"].get("clusterIP") == "None"]
+    assert [s["metadata"]["name"] for s in headless] == [kept.workload["spec"]["serviceName"]]
+
+
+def test_the_sidecar_sees_the_gpus_and_takes_none(chart: Charts) -> None:
+    def variables(rendered: Rendered, name: str) -> dict[str, Any]:
+        return {entry["name"]: entry.get("value") for entry in rendered.container(name).get("env", [])}
+
+    rendered = chart.render({"engine": {"count": 2}, "gpu": {"perEngine": 4}})
+    assert [e["resources"]["limits"]["nvidia.com/gpu"] for e in rendered.engines] == [4, 4]
+    assert "nvidia.com/gpu" not in rendered.container("midstream")["resources"]["limits"]
+    assert variables(rendered, "midstream")["NVIDIA_VISIBLE_DEVICES"] == "all"
+    assert rendered.pod["runtimeClassName"] == "nvidia"
+    assert "NVIDIA_VISIBLE_DEVICES" not in variables(rendered, "holder")
+
+    claim = chart.render(CLAIM)
+    assert claim.pod["resourceClaims"] == [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}]
+    for container in (claim.container("midstream"), *claim.engines):
+        assert container["resources"]["claims"] == [{"name": "gpu"}]
+        assert "nvidia.com/gpu" not in container["resources"].get("limits", {})
+    assert "NVIDIA_VISIBLE_DEVICES" not in variables(claim, "midstream")
+
+    none = chart.render(CPU)
+    assert "nvidia" not in str(none.documents)
+    assert "runtimeClassName" not in none.pod
+
+
+def test_only_the_sidecar_gets_credentials_and_only_for_leases(chart: Charts) -> None:
+    without = chart.render()
+    assert without.of("Role") == without.of("RoleBinding") == []
+    assert without.pod["automountServiceAccountToken"] is False
+    assert "serviceAccountToken" not in str(without.documents)
+
+    rendered = chart.render(OPTIONS["coordination"])
+    assert {r for rule in rendered.one("Role")["rules"] for r in rule["resources"]} == {"leases"}
+    [subject] = rendered.one("RoleBinding")["subjects"]
+    assert (subject["name"], subject["namespace"]) == (rendered.pod["serviceAccountName"], "some-namespace")
+    assert rendered.pod["automountServiceAccountToken"] is False
+    with_token = [c["name"] for c in rendered.containers if "token" in {m["name"] for m in c["volumeMounts"]}]
+    assert with_token == ["midstream"]
+
+
+def test_other_settings_make_other_pods(chart: Charts) -> None:
+    def digest(values: dict[str, Any]) -> str:
+        return str(chart.render(values).workload["spec"]["template"]["metadata"]["annotations"])
+
+    assert digest({}) == digest({})
+    assert digest({}) != digest({"config": {"proxy": {"policy": "exact"}}})
+
+
+def test_the_notes_say_what_was_chosen(chart: Charts) -> None:
+    assert "sees all GPUs of its node" in chart.render().notes
+    assert "sees all GPUs" not in chart.render(CLAIM).notes
+    assert "statefulset/demo-midstream" in chart.render(OPTIONS["a store for each pod"]).notes
+    assert "600 s" in chart.render().notes
+    assert "600 s" not in chart.render({"engine": {"count": 2}}).notes
+
+
+def test_without_an_image_or_a_model_nothing_is_rendered(chart: Charts) -> None:
+    with pytest.raises(RenderError, match=r"image\.repository is empty; build the image"):
+        chart.render(least=False)
+    with pytest.raises(RenderError, match=r"engine\.model is empty; name a model"):
+        chart.render({"image": {"repository": "x"}}, least=False)
