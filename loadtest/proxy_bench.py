@@ -133,8 +133,8 @@ def _usual_round(direct: list[Measured], proxied: list[Measured]) -> tuple[Measu
     return pairs[(len(pairs) - 1) // 2]
 
 
-async def measure(plan: Plan) -> Figures:
-    """Run the plan. Needs two cores: the proxy gets the last one for itself."""
+async def measure(plan: Plan, reattach_s: float = 0.0) -> Figures:
+    """Run the plan, on a proxy that keeps streams so long. Needs two cores: the proxy gets the last one for itself."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise RuntimeError("the benchmark needs two cores: one for the proxy, one for worker and clients")
@@ -142,7 +142,10 @@ async def measure(plan: Plan) -> Figures:
     with (
         _on_cores(set(cores[:-1])),
         _process("midstream.loadtest.proxy_bench_engine") as (_, direct),
-        _process("midstream.proxy.standalone", "--worker", direct, core=cores[-1]) as (proxy, url),
+        _process("midstream.proxy.standalone", "--worker", direct, "--reattach-s", str(reattach_s), core=cores[-1]) as (
+            proxy,
+            url,
+        ),
     ):
         idle = proxy.memory_info().rss / 2**20
         for target in (direct, url):
@@ -217,9 +220,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--rounds", type=int, default=3, choices=range(1, 11), metavar="1-10")
+    parser.add_argument("--reattach-s", type=float, default=0.0, help="have the proxy keep streams for their clients")
     arguments = parser.parse_args()
     plan = usual_plan(arguments.rounds)
-    figures = uvloop.run(measure(plan))
+    figures = uvloop.run(measure(plan, arguments.reattach_s))
     if arguments.json:
         print(json.dumps({"machine": _machine(), **asdict(figures), "missed": figures.missed}))
     else:

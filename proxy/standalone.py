@@ -16,6 +16,7 @@ from ..session.errors import Refused
 from ..session.marker import Marker
 from .coordinator import Outcome, Placement, Reason, SessionFacts
 from .server import build_app, make_runner
+from .settings import ProxySettings
 
 
 class OneWorker:
@@ -70,9 +71,9 @@ class OneWorker:
         return self._base_url
 
 
-async def serve(worker: str, port: int) -> None:
+async def serve(worker: str, port: int, settings: ProxySettings) -> None:
     """Serve until cancelled."""
-    runner = make_runner(build_app(OneWorker(worker)))
+    runner = make_runner(build_app(OneWorker(worker), settings))
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", port, backlog=4096).start()
@@ -87,11 +88,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worker", required=True, help="base URL of the worker")
     parser.add_argument("--port", type=int, default=0, help="port to listen on (0: any free one)")
+    parser.add_argument("--reattach-s", type=float, default=0.0, help="how long streams are kept without a reader")
     arguments = parser.parse_args()
     # Two descriptors a stream.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    uvloop.run(serve(arguments.worker, arguments.port))
+    uvloop.run(serve(arguments.worker, arguments.port, ProxySettings(reattach_s=arguments.reattach_s)))
 
 
 if __name__ == "__main__":
