@@ -20,6 +20,7 @@ from midstream.session.ticket import TICKET, worker_dir
 from midstream.sidecar import api, servants
 from midstream.sidecar.cli_app import app
 from midstream.sidecar.config import Arena, Restore
+from midstream.sidecar.fleet import kubernetes_access, kubernetes_api
 from midstream.sidecar.leaving import HOLDER
 from midstream.sidecar.state_dir import URL
 from midstream.sidecar.workers import Workers
@@ -186,3 +187,21 @@ def test_what_holds_without_a_setting_is_what_the_chart_reckons_with() -> None:
     assert f'"slot_count" {Arena().slot_count} ' in sizes
     assert f'"page_count" {Arena().page_count} ' in sizes
     assert f"for {Restore().takeover_timeout_s:g} s at most" in (CHART / "templates" / "NOTES.txt").read_text()
+
+
+def test_the_sidecar_may_do_with_leases_what_it_does_and_finds_its_credentials(chart: Charts) -> None:
+    rendered = chart.render({"fleet": {"coordination": "kubernetes"}})
+    asked = re.search(
+        r"needs (.*?) for leases\.(\S+) in", inspect.getsource(kubernetes_api).replace('"\n            "', "")
+    )
+    assert asked is not None
+    [rule] = rendered.one("Role")["rules"]
+    assert set(rule["verbs"]) == set(re.split(r", | and ", asked[1]))
+    assert (rule["apiGroups"], rule["resources"]) == ([asked[2]], ["leases"])
+
+    [volume] = [v for v in rendered.pod["volumes"] if v["name"] == "token"]
+    sources = volume["projected"]["sources"]
+    items = [item["path"] for source in sources for kind in source.values() for item in kind.get("items", [kind])]
+    assert set(items) == set(re.findall(r'account / "(\S+?)"', inspect.getsource(kubernetes_access)))
+    [mount] = [m for m in rendered.container("midstream")["volumeMounts"] if m["name"] == "token"]
+    assert Path(mount["mountPath"]) == kubernetes_access._ACCOUNT
