@@ -90,6 +90,7 @@ class Reattach:
 
     def _session_over(self, stream: KeptStream, task: "asyncio.Task[web.StreamResponse]") -> None:
         self._tasks.discard(task)
+        stream.task = None
         awaited = stream.phase is Phase.AWAITED
         if not task.cancelled() and (error := task.exception()) is not None and not awaited:
             _LOG.error("event=session_broke", exc_info=error)

@@ -19,7 +19,7 @@ from support.event_answers import RICH
 from support.proxying import proxied
 from support.raw_engine import SSE_HEAD, RawEngine, chunked, read_request
 from support.reconnecting import Connection, connected, position_in, whole_events
-from support.scripted import Fate, Script, ScriptedCoordinator, ScriptedEngine
+from support.scripted import Script, ScriptedCoordinator, ScriptedEngine
 from support.scripted_events import EventEngine
 
 ANSWER = Answer.words(40)
@@ -376,20 +376,56 @@ async def test_a_whole_answer_is_kept_for_as_long_and_coming_back_begins_that_ti
 
 
 async def test_a_client_that_leaves_before_it_has_a_name_for_the_stream_ends_it_at_once() -> None:
-    async with site(engine(Script(fate=Fate.STALLS, at=0))) as here:
-        held = asyncio.Event()
+    async with site(engine()) as here:
+        admitting, given_up = asyncio.Event(), asyncio.Event()
 
         async def admit(facts: Any) -> Any:
-            held.set()
-            await asyncio.sleep(60)
+            admitting.set()
+            try:
+                await asyncio.sleep(60)
+            finally:
+                given_up.set()
 
         here.coordinator.admit = admit  # type: ignore[method-assign]
         async with here.post() as client:
-            await asyncio.wait_for(held.wait(), 5)
+            await asyncio.wait_for(admitting.wait(), 5)
             client.cut()
-        await asyncio.sleep(0.05)
-        leftover = [task for task in asyncio.all_tasks() if "run" in repr(task.get_coro()) and "Sessions" in repr(task)]
-        assert leftover == []
+        await asyncio.wait_for(given_up.wait(), 2)
+
+
+async def test_an_engine_that_is_silent_at_first_is_given_up_with_a_client_that_leaves_then() -> None:
+    async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        asked.set()
+        await reader.read()
+        left.set()
+
+    asked, left = asyncio.Event(), asyncio.Event()
+    async with site(RawEngine(mute)) as here:
+        async with here.post() as client:
+            await asyncio.wait_for(asked.wait(), 5)
+            client.cut()
+        await asyncio.wait_for(left.wait(), 2)
+        await until(lambda: here.coordinator.of("ended") == [("ended", "cancelled")])
+
+
+async def test_a_proxy_that_ends_gives_up_what_nobody_reads_and_leaves_nothing_running() -> None:
+    async with site(engine(Script(gap_s=0.05)), engine(Script(gap_s=0.05), name="b")) as here:
+        for more in ({}, {"n": 3}):
+            async with here.post(**more) as client:
+                await cut_after(client, 300)
+        async with here.post() as whole:
+            await whole.head()
+            await whole.read()
+        seen = here.coordinator.engines[0].seen
+    assert (
+        here.coordinator.of("ended").count(("ended", "cancelled"))
+        + here.coordinator.of("ended").count(("ended", "finished"))
+        == len(seen)
+        == 5
+    )
+    await asyncio.sleep(0.05)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_what_nobody_reads_is_bounded_and_the_engine_waits_until_somebody_does() -> None:

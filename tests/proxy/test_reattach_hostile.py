@@ -85,7 +85,7 @@ async def test_an_id_that_is_none_of_ours_goes_to_the_engine_as_ever() -> None:
 
 
 @pytest.mark.parametrize(
-    ("query", "id"),
+    ("query", "known"),
     [
         ("?from=-1", ""),
         ("?from=x", ""),
@@ -96,10 +96,10 @@ async def test_an_id_that_is_none_of_ours_goes_to_the_engine_as_ever() -> None:
         ("", "%s"),
     ],
 )
-async def test_a_position_that_is_none_is_a_400_with_words(query: str, id: str) -> None:
+async def test_a_position_that_is_none_is_a_400_with_words(query: str, known: str) -> None:
     async with proxied(coordinator(), SETTINGS) as client:
         token = (await client.complete()).headers["X-Midstream-Stream"]
-        headers = {"Last_Event_ID": id.replace("%s", token)} if id else {}
+        headers = {"Last_Event_ID": known.replace("%s", token)} if known else {}
         assert await ask(client, token, query, **headers) == (400, "bad_request")
 
 
