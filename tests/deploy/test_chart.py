@@ -4,6 +4,8 @@ import re
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from support.charts import Charts, Rendered, RenderError, newest_version, validate
 
@@ -168,8 +170,18 @@ def test_names_are_unique_and_short_enough_for_what_is_added_to_them(chart: Char
         assert all(len(value) <= 63 for value in document["metadata"]["labels"].values())
 
 
-def test_two_long_names_never_become_one(chart: Charts) -> None:
-    first, second = (chart.render(name=name).workload["metadata"]["name"] for name in (LONG, LONG[:-1] + "b"))
+@settings(max_examples=40)
+@given(name=st.from_regex(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*", fullmatch=True))
+def test_whatever_a_release_is_called_a_service_can_have_its_name(chart: Charts, name: str) -> None:
+    rendered = chart.render(name=name[:53].rstrip(".-"))
+    found = rendered.one("Service")["metadata"]["name"]
+    assert re.fullmatch(r"[a-z]([-a-z0-9]{0,44}[a-z0-9])?", found)
+    assert rendered.workload["metadata"]["name"] == found
+
+
+@pytest.mark.parametrize("pair", [(LONG, LONG[:-1] + "b"), ("a.b", "a-b"), ("1a", "m-1a"), ("a" * 47, "a" * 46)])
+def test_two_names_never_become_one(chart: Charts, pair: tuple[str, str]) -> None:
+    first, second = (chart.render(name=name).workload["metadata"]["name"] for name in pair)
     assert first != second
 
 

@@ -4,15 +4,22 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 48 | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* At most 46 characters, for a Deployment adds up to 17 to it; a longer one keeps a digest of all of it, so that two never become one. */}}
+{{/*
+A name that a service may have: letters, digits and dashes, a letter first, at most 46 characters, for a Deployment adds
+up to 17 to it. Whatever had to be changed for that keeps a digest of what it was, so that two names never become one.
+*/}}
 {{- define "midstream.fullname" -}}
 {{- $name := include "midstream.name" . -}}
 {{- $full := ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
 {{- $full = default $full .Values.fullnameOverride -}}
-{{- if gt (len $full) 46 -}}
-{{- printf "%s-%s" ($full | trunc 37 | trimSuffix "-" | trimSuffix ".") (sha256sum $full | trunc 8) -}}
+{{- $safe := replace "." "-" $full -}}
+{{- if regexMatch "^[0-9]" $safe -}}
+{{- $safe = printf "m-%s" $safe -}}
+{{- end -}}
+{{- if or (ne $safe $full) (gt (len $safe) 46) -}}
+{{- printf "%s-%s" ($safe | trunc 37 | trimSuffix "-") (sha256sum $full | trunc 8) -}}
 {{- else -}}
-{{- $full -}}
+{{- $safe -}}
 {{- end -}}
 {{- end -}}
 
