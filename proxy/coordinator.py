@@ -27,6 +27,7 @@ class Reason(StrEnum):
     UNREACHABLE = "unreachable"
     MISMATCH = "mismatch"
     MOVE = "move"
+    NODE_LOST = "node_lost"
 
 
 class Outcome(StrEnum):
@@ -50,7 +51,8 @@ class Placement:
     `expected` are the journaled output ids (they begin with whatever was delivered); what the worker replays or
     regenerates must begin with them. `finish` is set when the journal already holds the whole answer. `fetched` is done
     when nothing is needed of the worker before this one any more: after a planned move, which leaves that one alive,
-    its request must be kept until then. `front_ends` is how many processes of the worker read requests.
+    its request must be kept until then. `front_ends` is how many processes of the worker read requests. Of a
+    worker that is a whole node (`is_node`) a 503 is a reason to ask another one.
     """
 
     worker: str
@@ -61,6 +63,7 @@ class Placement:
     finish: str | None = None
     fetched: "asyncio.Future[None] | None" = None
     front_ends: int = 1
+    is_node: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class SessionFacts:
 
     `exact_obstacle` says why the request cannot go on exactly ("" if it can): then it carries no marker.
     `parent` is what the sessions of one request's choices have in common, or the session that a branch goes back to.
-    `seed` was drawn for a request that has none.
+    `seed` was drawn for a request that has none. `generation` is that of the last owner on another node, 0 for none.
     """
 
     session: SessionId
@@ -80,6 +83,7 @@ class SessionFacts:
     exact_obstacle: str = ""
     parent: str = ""
     seed: int | None = None
+    generation: int = 0
 
 
 class Coordinator(Protocol):
@@ -87,6 +91,10 @@ class Coordinator(Protocol):
 
     async def admit(self, facts: SessionFacts) -> Placement:
         """A worker for a new session. Raises Refused (with retry_after_s) when none is ready."""
+        ...
+
+    async def take_in(self, facts: SessionFacts, outputs: tuple[int, ...]) -> Placement:
+        """Where a session of another node goes on, whose client has `outputs`. Raises Refused."""
         ...
 
     async def take_over(

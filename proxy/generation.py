@@ -11,7 +11,7 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
-from . import headers
+from . import headers, policy
 from .coordinator import Placement, SessionFacts
 from .failover import Failover
 from .kept import Kept
@@ -42,12 +42,15 @@ class Generation:
     async def _send(self, placement: Placement) -> aiohttp.ClientResponse:
         # Requests come one by one, takeovers by the dozen. The head of an unstreamed answer does not tell when the
         # request was read.
-        many = placement.marker.generation > 1 and self.facts.stream
+        many = placement.marker.generation > self.facts.generation + 1 and self.facts.stream
+        sent = headers.of_session(self.request.headers, _request_id(placement))
+        if placement.is_node:
+            sent[policy.HEADER] = self.facts.policy.value
         async with self.upstream.turns.at(placement.base_url, placement.front_ends) if many else nullcontext():
             return await self.upstream.request(
                 "POST",
                 target(placement.base_url, self.raw_path),
-                headers.of_session(self.request.headers, _request_id(placement)),
+                sent,
                 self.outgoing.encode(None if self.facts.exact_obstacle else placement.marker),
             )
 

@@ -18,6 +18,8 @@ OUTCOME = "X-Midstream-Outcome"
 TAKEOVERS = "X-Midstream-Takeovers"
 STREAM = "X-Midstream-Stream"
 LAST_EVENT_ID = "Last-Event-ID"
+# What proves that a request comes from a gateway of the fleet.
+FLEET = "X-Midstream-Fleet"
 
 _HOP_BY_HOP = frozenset(
     {
@@ -33,7 +35,9 @@ _HOP_BY_HOP = frozenset(
     }
 )
 # The proxy answers `Expect` itself, and the client library writes `Host`.
-_NOT_FORWARDED = _HOP_BY_HOP | {"host", "expect", REQUEST_ID.lower(), REPORT.lower(), policy.HEADER.lower()}
+_NOT_FORWARDED = _HOP_BY_HOP | {
+    "host", "expect", REQUEST_ID.lower(), REPORT.lower(), policy.HEADER.lower(), FLEET.lower(),
+}  # fmt: skip
 # A session's body is written anew, and its answer must be readable here.
 _NOT_OF_A_SESSION = frozenset({"content-length", "content-encoding", "accept-encoding"})
 

@@ -76,6 +76,12 @@ def private_path(path: str) -> Problem:
     return Problem(404, "private_path", f"{path} is not served to clients: ask the engine itself, from its own machine")
 
 
+def not_of_the_fleet() -> Problem:
+    """A request that claims to come from a gateway, and does not prove it."""
+    text = "the request is signed, but not by this fleet: look at the secrets and clocks of gateway and node"
+    return Problem(401, "not_of_the_fleet", text)
+
+
 def bad_request(text: str) -> Problem:
     """A request that cannot be read."""
     return Problem(400, "bad_request", text)

@@ -4,19 +4,22 @@ Owns the wiring and the bound on open requests. The daemon runs the application 
 coordinator.
 """
 
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 
-from . import problems
+from . import headers, problems
 from .bodies import BadBody, Bodies
 from .choices import Part, count_of, single, split
 from .coordinator import Coordinator
 from .dialects.by_path import CHAT_PATH, SESSION_PATHS, events_of
 from .eligible import NO_SESSION, why_not_resumable
 from .elsewhere import Elsewhere, Nowhere
+from .fleet import Believer, Prover, Unproven, marker_in
 from .passthrough import Passthrough
 from .policy import Policy, policy_of
 from .prompt_part import is_asked_for, rest
@@ -25,6 +28,8 @@ from .request import encode_body, parse_body, without_transfer_fields
 from .sessions import Sessions
 from .settings import ProxySettings
 from .upstream import Upstream
+
+_LOG = logging.getLogger("midstream.proxy")
 
 # How long a client that was refused may go on sending its body before the connection is closed.
 _LINGER_S = 2.0
@@ -36,13 +41,16 @@ def build_app(
     *,
     routes: Iterable[web.RouteDef] = (),
     elsewhere: Elsewhere | None = None,
+    believer: Believer | None = None,
+    prover: Prover | None = None,
 ) -> web.Application:
     """The application; `routes` come before the proxy's own, and `elsewhere` are the streams of a fleet's other nodes.
 
+    With a `believer` it takes sessions of the fleet's gateways in, and with a `prover` it is such a gateway itself.
     Run it with `make_runner`: it relies on handlers being cancelled when clients leave.
     """
     settings = settings if settings is not None else ProxySettings()
-    upstream = Upstream(settings)
+    upstream = Upstream(settings, prover)
 
     async def opened(_: web.Application) -> AsyncIterator[None]:
         await upstream.open()
@@ -56,7 +64,7 @@ def build_app(
     bodies = Bodies(settings)
     passthrough = Passthrough(coordinator, upstream, settings, bodies)
     reattach = Reattach(settings, elsewhere or Nowhere(), passthrough) if settings.reattach_s > 0 else None
-    requests = _Requests(sessions, passthrough, settings, bodies, reattach)
+    requests = _Requests(sessions, passthrough, settings, bodies, reattach, believer)
     app.add_routes(routes)
     if reattach is not None:
         app.cleanup_ctx.append(_closed_at_the_end(reattach))
@@ -97,8 +105,10 @@ class _Requests:
         settings: ProxySettings,
         bodies: Bodies,
         reattach: Reattach | None,
+        believer: Believer | None,
     ) -> None:
         self._reattach = reattach
+        self._believer = believer
         self._sessions = sessions
         self._passthrough = passthrough
         self._settings = settings
@@ -156,6 +166,9 @@ class _Requests:
         except ValueError as error:
             return problems.bad_request(str(error)).response(request.headers, request.path)
         body = without_transfer_fields(asked)
+        proof = request.headers.get(headers.FLEET)
+        if self._believer is not None and proof is not None:
+            return await self._take_in(request, raw, asked, body, policy, self._believer, proof)
         chat = request.path == CHAT_PATH
         has_choices = events_of(request.path) is None
         count, choices_max = count_of(body, chat=chat) if has_choices else 1, self._settings.choices_max
@@ -185,6 +198,30 @@ class _Requests:
         if self._reattach is None or body.get("stream") is not True:
             return await session()
         return await self._reattach.begin(request, raw, lambda respond: session(respond=respond), held)
+
+    async def _take_in(
+        self,
+        request: web.Request,
+        raw: bytes,
+        asked: dict[str, Any],
+        body: dict[str, Any],
+        policy: Policy,
+        believer: Believer,
+        proof: str,
+    ) -> web.StreamResponse:
+        """A session that a gateway of the fleet has begun, and may have had on other nodes."""
+        try:
+            believer.check(request.method, request.raw_path, proof, raw)
+            marker = marker_in(asked)
+        except Unproven as error:
+            _LOG.warning("event=not_of_the_fleet remote=%s why=%s", request.remote, error)
+            return problems.not_of_the_fleet().response(request.headers, request.path)
+        except ValueError as error:
+            return problems.bad_request(str(error)).response(request.headers, request.path)
+        obstacle = why_not_resumable(body, request.path)
+        if obstacle is not None:
+            return problems.cannot_be_exact(obstacle).response(request.headers, request.path)
+        return await self._sessions.take_in(request, body, policy, marker)
 
     def _hold_copies(self, request: web.Request, parts: Sequence[Part]) -> None:
         """Count what the bodies of several choices take; those of one prompt are as long. Raises BadBody."""

@@ -4,15 +4,18 @@ Invariant: a session id is drawn here and never comes from a client; each sessio
 exactly once.
 """
 
+import asyncio
 import random
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from aiohttp import web
 
 from ..session.errors import Refused
 from ..session.ids import SessionId
+from ..session.marker import Marker
 from . import problems
 from .choices import Part
 from .choices_run import ChoicesHandler
@@ -30,6 +33,14 @@ from .stream import Respond, StreamHandler, plain_response
 from .unary import UnaryHandler
 from .upstream import Upstream
 
+# A node may itself take a session up so often before the generation of its gateway's next owner is reached.
+_OWNERS_OF_A_NODE = 1 << 12
+
+
+def fleet_generation(generation: int) -> int:
+    """The generation of a node's first owner of a session, by that which its gateway gave the node. 2^20 of them."""
+    return (generation - 1) * _OWNERS_OF_A_NODE + 1
+
 
 def new_session_id() -> SessionId:
     """An id that nobody can guess."""
@@ -45,6 +56,8 @@ class Sessions:
         self._settings = settings
         # Seeds are no secrets, but two sidecars must not draw the same ones.
         self._random = random.SystemRandom()
+        # Sessions of gateways, and who answers them.
+        self._taken_in: dict[SessionId, asyncio.Task[Any]] = {}
 
     async def run(
         self,
@@ -121,6 +134,48 @@ class Sessions:
         generation = self._generation(request, facts, facts.path)
         generation.failover.begins_with_takeover()
         return await StreamHandler(generation).run(placement)
+
+    async def take_in(
+        self, request: web.Request, body: dict[str, Any], policy: Policy, marker: Marker
+    ) -> web.StreamResponse:
+        """Answer a gateway: a session that it begins, or one that goes on here with what its client has.
+
+        The gateway gets all of the answer, from the first token on, as from an engine that replays it.
+        """
+        session, resume = marker.session, marker.resume
+        facts = SessionFacts(
+            session,
+            request.path,
+            body,
+            stream=body.get("stream") is True,
+            policy=policy,
+            seed=marker.seed,
+            generation=fleet_generation(marker.generation) - 1,
+        )
+        task = asyncio.current_task()
+        assert task is not None
+        await self._ended_before(session)
+        self._taken_in[session] = task
+        try:
+            placed = (
+                self._coordinator.admit(facts) if resume is None else self._coordinator.take_in(facts, resume.outputs)
+            )
+            generation, placement = self._generation(request, facts, request.raw_path), await placed
+            if resume is not None:
+                generation.failover.begins_with_takeover()
+            handler = StreamHandler(generation) if facts.stream else UnaryHandler(generation)
+            return await handler.run(placement)
+        except Refused as error:
+            return problems.refused(error).response(request.headers, request.path)
+        finally:
+            if self._taken_in.get(session) is task:
+                del self._taken_in[session]
+
+    async def _ended_before(self, session: SessionId) -> None:
+        """A gateway that asks again has left its request before, also where its leaving is not known here."""
+        while (earlier := self._taken_in.get(session)) is not None:
+            earlier.cancel()
+            await asyncio.wait({earlier})
 
     def _facts(
         self, request: web.Request, part: Part, policy: Policy, obstacle: str, parent: str, seed: int

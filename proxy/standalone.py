@@ -45,6 +45,10 @@ class OneWorker:
     async def settled(self, facts: SessionFacts, placement: Placement) -> None:
         """Never called: nothing is taken over."""
 
+    async def take_in(self, facts: SessionFacts, outputs: tuple[int, ...]) -> Placement:
+        """There is no other node."""
+        raise Refused("not_a_node", "this proxy is part of no fleet")
+
     def resumed(self, facts: SessionFacts, placement: Placement, gap_s: float) -> None:
         """Never called: nothing is taken over."""
 

@@ -165,7 +165,8 @@ class StreamHandler:
                 beat = progress.take(step)
                 if beat is Beat.OWN:
                     watch.token()
-                elif beat is not Beat.NOTHING:
+                elif beat is not Beat.NOTHING or placement.is_node:
+                    # A node that says anything is alive, and waits for one of its workers.
                     watch.replayed()
                 if unsettled and beat in (Beat.OWN, Beat.PERHAPS_OWN):
                     # From here on it is the new owner's own: may that be sent?
@@ -213,6 +214,8 @@ class StreamHandler:
             await asyncio.wait({placement.interrupted}, timeout=self._generation.settings.error_grace_s)
             if placement.interrupted.done():
                 return _interrupted(placement.interrupted.result(), f"the worker answered {answer.status}")
+        if placement.is_node and answer.status == 503:
+            return _interrupted(Reason.UNREACHABLE, f"node {placement.worker} takes no sessions now")
         if self._failover.pending and (self._response is not None or answer.status >= 500):
             return _interrupted(
                 Reason.ENGINE_ERROR, f"the worker answered {answer.status}: {body[:300].decode('utf-8', 'replace')}"

@@ -107,6 +107,8 @@ class UnaryHandler:
             await asyncio.wait({placement.interrupted}, timeout=self._generation.settings.error_grace_s)
             if placement.interrupted.done():
                 return _Lost(placement.interrupted.result(), f"the worker answered {answer.status}")
+            if placement.is_node and answer.status == 503:
+                return _Lost(Reason.UNREACHABLE, f"node {placement.worker} takes no sessions now")
             if self._failover.pending:
                 return _Lost(Reason.ENGINE_ERROR, f"the worker answered {answer.status}")
         elif answer.status == 200 and (lost := self._what_is_wrong(body, placement)) is not None:

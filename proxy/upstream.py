@@ -18,6 +18,7 @@ from yarl import URL
 
 from ..session.errors import EngineError
 from .coordinator import Reason
+from .fleet import Prover
 from .kept import Kept
 from .settings import ProxySettings
 from .turns import Turns
@@ -46,10 +47,14 @@ class _Connection:
 
 
 class Upstream:
-    """Sessions of the client library, opened and closed with the application. `turns`: for those who come together."""
+    """Sessions of the client library, opened and closed with the application. `turns`: for those who come together.
 
-    def __init__(self, settings: ProxySettings) -> None:
+    `prover`: the workers are nodes of a fleet, which want to know who asks.
+    """
+
+    def __init__(self, settings: ProxySettings, prover: Prover | None = None) -> None:
         self._settings = settings
+        self._prover = prover
         self.turns = Turns()
         self._pooled: aiohttp.ClientSession | None = None
         self._fresh: aiohttp.ClientSession | None = None
@@ -91,12 +96,22 @@ class Upstream:
             raise EngineError("the proxy's client is not open: start the application first")
         connection = _Connection()
         try:
-            return await _send(self._pooled, connection, method, url, headers, body)
+            return await _send(self._pooled, connection, method, url, self._proven(method, url, headers, body), body)
         except UpstreamLost:
             # A body that was streamed from the client is used up; a bytes object can be sent again.
             if not connection.reused or not isinstance(body, bytes | None):
                 raise
-        return await _send(self._fresh, _Connection(), method, url, headers, body)
+        return await _send(self._fresh, _Connection(), method, url, self._proven(method, url, headers, body), body)
+
+    def _proven(
+        self, method: str, url: URL, headers: CIMultiDict[str], body: bytes | AsyncIterable[bytes] | None
+    ) -> CIMultiDict[str]:
+        """The headers with a proof, which holds once. What is streamed from a client is nothing to vouch for."""
+        if self._prover is None or not isinstance(body, bytes):
+            return headers
+        proven = headers.copy()
+        proven.update(self._prover.headers(method, url.raw_path_qs, body))
+        return proven
 
 
 async def _send(

@@ -4,6 +4,8 @@ A key is a flat object of names and values that the engine's adapter fills in. T
 difference, a field that only one side has included, makes a snapshot invalid there, and `difference` names it.
 """
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +45,11 @@ class CompatibilityKey:
     def to_json(self) -> dict[str, Any]:
         """The key as a JSON object."""
         return dict(self.fields)
+
+    def digest(self) -> str:
+        """32 hex digits that two keys share when nothing differs: for lists of what is where, never for a restore."""
+        text = json.dumps(dict(self.fields), sort_keys=True, separators=(",", ":"))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def difference(self, other: "CompatibilityKey") -> tuple[str, ...]:
         """Names of the fields that differ, in alphabetical order; empty when KV of one is valid in the other."""

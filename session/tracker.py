@@ -66,6 +66,11 @@ class Tracker:
     owner: Owner | None = None
     failovers: tuple[Failed, ...] = field(default=())
 
+    @classmethod
+    def after(cls, session: SessionId, generation: int) -> "Tracker":
+        """A session that had owners before any of these here; the next one's generation follows theirs."""
+        return cls(session, owner=Owner("", 0, generation) if generation else None)
+
     @property
     def generation(self) -> int:
         """Of the current owner; 0 before the first."""

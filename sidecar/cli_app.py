@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..session.errors import ConfigError
-from . import cli_check, cli_inspect, cli_loadtest, cli_run, cli_sessions, cli_snapshots, cli_verify
+from . import cli_check, cli_gateway, cli_inspect, cli_loadtest, cli_run, cli_sessions, cli_snapshots, cli_verify
 
 _HELP = """Keeps LLM answers going, at the exact token, when the worker that was writing them dies.
 
@@ -68,6 +68,7 @@ def midstream(
 
 app.command("run", context_settings={"allow_interspersed_args": False})(cli_run.run)
 app.command("serve")(cli_run.serve)
+app.command("gateway")(cli_gateway.gateway)
 app.command("demo")(cli_run.demo)
 app.command("loadtest", context_settings={"allow_interspersed_args": False})(cli_loadtest.loadtest)
 app.command("status")(cli_inspect.status)

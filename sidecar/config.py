@@ -168,6 +168,33 @@ class Supervise(_Part, frozen=True):
     restarts_window_s: Annotated[float, Meta(gt=0, le=86_400, description="Length of that window.")] = 600.0
 
 
+class Fleet(_Part, frozen=True):
+    """What this sidecar, or gateway, shares with the others of its fleet (docs/fleet.md)."""
+
+    name: Annotated[str | None, Meta(description="This node's name in the fleet; null takes that of its host.")] = None
+    secret_file: Annotated[
+        str | None,
+        Meta(description="File with the secret that all of a fleet share; null: this node takes nothing of a gateway."),
+    ] = None
+
+
+class Gateway(_Part, frozen=True):
+    """How a gateway looks after its nodes (`midstream gateway`)."""
+
+    nodes: Annotated[
+        str,
+        Meta(
+            pattern="^[^ ]*$",
+            title="[NAME=]URLs with commas between",
+            description="Nodes to stand in front of.",
+        ),
+    ] = ""
+    poll_s: Annotated[float, Meta(gt=0, le=60, description="How often each node is asked how it is.")] = 1.0
+    lost_after_s: Annotated[
+        float, Meta(gt=0, le=600, description="A node that answers nothing for so long is lost, with its sessions.")
+    ] = 3.0
+
+
 class Log(_Part, frozen=True):
     """What is written to standard error."""
 
@@ -197,6 +224,8 @@ class Settings(_Part, frozen=True):
     proxy: Proxy = Proxy()
     restore: Restore = Restore()
     supervise: Supervise = Supervise()
+    fleet: Fleet = Fleet()
+    gateway: Gateway = Gateway()
     log: Log = Log()
 
     def replace(self, **changes: object) -> "Settings":

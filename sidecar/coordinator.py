@@ -35,6 +35,8 @@ _LOG = logging.getLogger("midstream.coordinator")
 
 HISTORY_MAX = 1000
 LOOK_EVERY_S = 0.02
+# Who owned a session before it came here; no worker's name can be that.
+ELSEWHERE = "(elsewhere)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ class SidecarCoordinator:
     async def admit(self, facts: SessionFacts) -> Placement:
         """A ready worker with the most room."""
         if self.draining:
-            raise Refused("draining", "this sidecar is draining; send the request elsewhere", retry_after_s=1)
+            raise self._draining()
         ready = self._workers.ready()
         if not ready:
             raise self._nobody()
@@ -115,7 +117,7 @@ class SidecarCoordinator:
             ready = _exact_ones(ready, sampled=samples(facts.body, facts.path))
         worker = min(ready, key=lambda w: (w.session_count, w.name))
         assert worker.current is not None
-        tracker = Tracker(facts.session).placed(worker.name, worker.current.number)
+        tracker = Tracker.after(facts.session, facts.generation).placed(worker.name, worker.current.number)
         place = Place(facts.session, worker.current, tracker.generation)
         interrupted: asyncio.Future[Reason] = asyncio.get_running_loop().create_future()
         record = Record(facts, tracker, place, place, interrupted, time.monotonic())
@@ -128,6 +130,18 @@ class SidecarCoordinator:
                 facts.session, worker.name, tracker.generation, facts.exact_obstacle,
             )  # fmt: skip
         return Placement(worker.name, worker.url, Marker(facts.session, tracker.generation), record.interrupted)
+
+    async def take_in(self, facts: SessionFacts, outputs: tuple[int, ...]) -> Placement:
+        """A worker for a session that another node has lost; what is stored of it is used."""
+        if self.draining:
+            raise self._draining()
+        # An epoch of nobody here: nothing of it is there but what the store has.
+        elsewhere = Place(facts.session, Epoch(ELSEWHERE, 0, None), facts.generation)
+        tracker = Tracker.after(facts.session, facts.generation).placed(ELSEWHERE, 0).interrupted(Reason.NODE_LOST)
+        interrupted: asyncio.Future[Reason] = asyncio.get_running_loop().create_future()
+        record = Record(facts, tracker, elsewhere, elsewhere, interrupted, time.monotonic())
+        record.known = outputs
+        return await self._branched(record, outputs)
 
     async def take_over(
         self,
@@ -254,6 +268,10 @@ class SidecarCoordinator:
         except BaseException:
             self.ended(record.facts, SessionState.FAILED)
             raise
+
+    @staticmethod
+    def _draining() -> Refused:
+        return Refused("draining", "this sidecar is draining; send the request elsewhere", retry_after_s=1)
 
     def _nobody(self) -> Refused:
         states = ", ".join(f"{w.name} is {w.state.value}" for w in self._workers.all()) or "none is configured"

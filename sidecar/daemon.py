@@ -24,7 +24,7 @@ from ..proxy.connections import BoundedSite, connections_within, raise_descripto
 from ..proxy.coordinator import Reason
 from ..proxy.server import build_app, make_runner
 from ..session.arena import create_arena
-from ..session.errors import ArenaError, ConfigError, LifelineError, MidstreamError
+from ..session.errors import ArenaError, LifelineError, MidstreamError
 from ..session.lifeline import create_lifeline, lifeline_of
 from ..session.ticket import worker_dir, write_ticket
 from . import api, plugin_path
@@ -33,9 +33,12 @@ from .choice import Tier
 from .config import Listen, Settings
 from .control import Control, serving_control
 from .coordinator import CoordinatorSettings, SidecarCoordinator
+from .fleet_access import believer_of, node_name
+from .fleet_api import fleet_routes
 from .hang import is_deaf, is_hung
 from .leaving import has_claimed_places
 from .lifeline_watch import LifelineWatch
+from .listening import listen
 from .metrics import Metrics
 from .mover.client import MoverClient
 from .mover.memory_map import NAME as MEMORY
@@ -50,8 +53,6 @@ from .workers import Epoch, Worker, Workers, past_use
 _LOG = logging.getLogger("midstream.daemon")
 
 HANG_WATCH_S = 3.0
-# What the kernel may keep for a client that does not read; left to itself it would take 4 MB for each.
-SEND_BUFFER_BYTES = 256 * 1024
 STATUS_EVERY_S = 1.0
 # After a death: within the first its sessions have places, within the second most go on there.
 _PLACED_S = 0.1
@@ -107,7 +108,7 @@ class _Daemon:
                 loop.add_signal_handler(number, self._stopping.set)
         async with AsyncExitStack() as stack:
             port = self._port()
-            listener = self._listen(port)
+            listener = listen(self._settings.listen.host, port)
             stack.callback(listener.close)
             stack.push_async_callback(self._leave)
             stack.callback(self._lifelines.close)
@@ -125,8 +126,8 @@ class _Daemon:
             await stack.enter_async_context(serving_control(self._state, control))
             stack.push_async_callback(self._stop_engines)
             self._start_workers()
+            stack.enter_context(told_url(self._state, self._told_url(listener)))
             host, bound = listener.getsockname()[:2]
-            stack.enter_context(told_url(self._state, reachable_url(host, bound)))
             shown = f"[{host}]" if ":" in host else host
             _LOG.info("event=listening url=http://%s:%d state_dir=%s", shown, bound, self._state)
             await self._stopping.wait()
@@ -184,30 +185,20 @@ class _Daemon:
             return int(asked)
         return port
 
-    def _listen(self, port: int) -> socket.socket:
-        host = self._settings.listen.host
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Connections inherit it.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-            listener.bind((host, port))
-            listener.listen(1024)
-        except (OSError, OverflowError) as error:
-            listener.close()
-            why = getattr(error, "strerror", None) or error
-            raise ConfigError(
-                f"cannot listen on {host}:{port} ({why}); stop what uses it, or choose another --port"
-            ) from error
-        listener.setblocking(False)
-        return listener
+    @staticmethod
+    def _told_url(listener: socket.socket) -> str:
+        host, bound = listener.getsockname()[:2]
+        return reachable_url(host, bound)
 
     async def _serve(self, listener: socket.socket) -> Any:
+        routes = api.routes(self._workers, self._coordinator, self._metrics, self._status)
+        believer = believer_of(self._settings.fleet)
+        if believer is not None:
+            name, url = node_name(self._settings.fleet), self._told_url(listener)
+            slots = self._settings.arena.slot_count
+            routes += fleet_routes(believer, self._workers, self._coordinator, name=name, url=url, slots=slots)
         app = build_app(
-            self._coordinator,
-            proxy_settings(self._settings, self._adapter),
-            routes=api.routes(self._workers, self._coordinator, self._metrics, self._status),
+            self._coordinator, proxy_settings(self._settings, self._adapter), routes=routes, believer=believer
         )
         app.on_response_prepare.append(api.counting(self._metrics))
         runner = make_runner(app)

@@ -1,0 +1,43 @@
+"""From the fleet's settings to what proves requests and what believes them."""
+
+import socket
+from pathlib import Path
+
+from ..session.errors import ConfigError
+from .config import Fleet
+from .fleet.proof import SecretBeliever, SecretProver
+from .fleet.record import member_name
+from .replicas.credentials import CredentialFiles, read_credentials
+
+
+def believer_of(fleet: Fleet) -> SecretBeliever | None:
+    """What a node believes; None where no fleet is configured. ConfigError names the file and what is wrong with it."""
+    secret = _secret(fleet)
+    return SecretBeliever(secret) if secret is not None else None
+
+
+def prover_of(fleet: Fleet) -> SecretProver:
+    """How a gateway proves itself. ConfigError without a secret."""
+    secret = _secret(fleet)
+    if secret is None:
+        raise ConfigError(
+            "a gateway needs the secret of its fleet: put 32 random bytes or more into a file that only its user can "
+            "read, the same on all nodes, and name it with --secret-file or fleet.secret_file"
+        )
+    return SecretProver(secret)
+
+
+def node_name(fleet: Fleet) -> str:
+    """What this node is called: as configured, or as its host. ConfigError when that is no name."""
+    name = fleet.name if fleet.name is not None else socket.gethostname().split(".")[0].lower()
+    try:
+        return member_name(name)
+    except ValueError as error:
+        raise ConfigError(f"fleet.name: {error}") from error
+
+
+def _secret(fleet: Fleet) -> bytes | None:
+    if fleet.secret_file is None:
+        return None
+    credentials = read_credentials(CredentialFiles(secret=Path(fleet.secret_file)))
+    return credentials.secret if credentials is not None else None

@@ -1,0 +1,1 @@
+"""The gateway: the proxy in front of many nodes, off all of them."""
