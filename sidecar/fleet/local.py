@@ -120,7 +120,7 @@ class _LocalMembership(Membership):
         self._require_lease()
         lease_s_of(to)
         held = self._fleet._claims.get(session)
-        if held is not None and held.owner != self.id:
+        if held is not None and held.owner != self.id and held != Claim(session, generation, to):
             raise CoordinationError(f"session {session}: {held.owner} has it by now; it is not this member's to give")
         self._write(session, generation, to)
 

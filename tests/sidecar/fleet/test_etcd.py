@@ -1,0 +1,367 @@
+"""A fleet in a real etcd, and what befalls it."""
+
+import asyncio
+import base64
+import json
+import os
+import signal
+import sys
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from contracts.coordination_suite import (
+    LEASE_S,
+    NODE,
+    OTHER,
+    Connect,
+    CoordinationContract,
+    claimed,
+    eventually,
+    names,
+    new_session,
+    until,
+)
+
+from midstream.session.errors import ConfigError, CoordinationError
+from midstream.session.ids import Generation
+from midstream.sidecar.fleet.clock import boot_clock_s
+from midstream.sidecar.fleet.coordination import Coordination, Verdict
+from midstream.sidecar.fleet.etcd import EtcdService
+from midstream.sidecar.fleet.etcd_http import EtcdAccess
+from midstream.sidecar.fleet.fence import MARGIN, WhenAlone
+from midstream.sidecar.fleet.leased import LeasedCoordination
+from midstream.sidecar.fleet.record import Readiness
+from support.etcd_server import VARIABLE, EtcdServer, binary, free_port
+
+pytestmark = pytest.mark.skipif(binary() is None, reason=f"{VARIABLE} is not set")
+
+
+def connection(
+    *urls: str, when_alone: WhenAlone = WhenAlone.STOP, sweep_every_s: float = 300.0, **access: Any
+) -> LeasedCoordination:
+    return LeasedCoordination(EtcdService(EtcdAccess(urls, **access), "fleet"), when_alone, sweep_every_s=sweep_every_s)
+
+
+def ask(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """A call of an operator."""
+    request = urllib.request.Request(f"{url}/v3/{path}", json.dumps(body).encode(), method="POST")
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return json.load(answer)  # type: ignore[no-any-return]
+
+
+def revision(url: str) -> int:
+    return int(ask(url, "kv/range", {"key": base64.b64encode(b"none").decode()})["header"]["revision"])
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    """For tests that leave it as it was."""
+    server = EtcdServer(tmp_path_factory.mktemp("etcd")).start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
+    """For tests that do something to it."""
+    server = EtcdServer(tmp_path).start()
+    yield server
+    server.kill()
+
+
+@pytest_asyncio.fixture
+async def connect(request: pytest.FixtureRequest) -> AsyncIterator[Connect]:
+    server = request.getfixturevalue("etcd" if "etcd" in request.fixturenames else "shared")
+    async with AsyncExitStack() as stack:
+
+        async def connect() -> Coordination:
+            made = connection(server.url)
+            stack.push_async_callback(made.close)
+            return made
+
+        yield connect
+
+
+class TestEtcd(CoordinationContract):
+    @pytest.fixture(autouse=True)
+    def empty(self, shared: EtcdServer) -> Iterator[None]:
+        yield
+        everything = base64.b64encode(b"\0").decode()
+        ask(shared.url, "kv/deleterange", {"key": everything, "range_end": everything})
+
+
+async def test_who_is_not_renewed_any_more_is_over_a_lease_after_etcd_took_it_away(
+    shared: EtcdServer, connect: Connect
+) -> None:
+    one, other = await connect(), await connect()
+    silent, taker = await one.join(NODE, LEASE_S), await other.join(OTHER, LEASE_S)
+    pictures = other.watch()
+    await until(pictures, lambda p: silent.id in p.members)
+    silent._task.cancel()  # type: ignore[attr-defined]
+    await until(pictures, lambda p: p.members[silent.id].is_fading)
+    faded_s = boot_clock_s()
+    assert (await taker.claim(new_session(), Generation(2), silent.id)).verdict is Verdict.NOT_OVER
+    await until(pictures, lambda p: silent.id not in p.members)
+    assert LEASE_S - 0.2 < boot_clock_s() - faded_s < LEASE_S + 3
+    assert (await taker.claim(new_session(), Generation(2), silent.id)).verdict is Verdict.WON
+
+
+async def test_an_etcd_that_is_stopped_loses_nobody_and_what_is_known_is_said_to_be_stale(
+    etcd: EtcdServer, connect: Connect
+) -> None:
+    one, other = await connect(), await connect()
+    joined = await one.join(NODE, 12)
+    pictures = other.watch()
+    await until(pictures, lambda p: joined.id in p.members)
+    frozen_s = boot_clock_s()
+    etcd.freeze()
+    [*_, stale] = await until(pictures, lambda p: p.stale_since_s is not None, 20)
+    assert joined.id in stale.members
+    assert stale.stale_since_s is not None
+    assert stale.stale_since_s < frozen_s + 0.5
+    with pytest.raises(CoordinationError, match=r"no answer within 3 s|does not answer"):
+        await joined.claim(new_session(), Generation(2), joined.id)
+    etcd.thaw()
+    [*_, again] = await until(pictures, lambda p: p.stale_since_s is None, 20)
+    assert names(again) == ["node-a"]
+    await eventually(joined.may_send)
+
+
+async def test_a_fence_closes_while_etcd_is_stopped_and_only_that_of_who_stops_alone(
+    etcd: EtcdServer, connect: Connect
+) -> None:
+    stops = await (await connect()).join(NODE, LEASE_S)
+    serving = connection(etcd.url, when_alone=WhenAlone.SERVE)
+    serves = await serving.join(OTHER, LEASE_S)
+    etcd.freeze()
+    closes_s = stops.fence_s()
+    assert closes_s <= boot_clock_s() + LEASE_S * (1 - MARGIN)
+    await asyncio.sleep(closes_s - boot_clock_s() + 0.05)
+    assert not stops.may_send()
+    assert serves.may_send()
+    etcd.thaw()
+    await serving.close()
+
+
+async def test_an_etcd_that_is_killed_and_started_again_finds_all_members_still_there(
+    etcd: EtcdServer, connect: Connect
+) -> None:
+    one, other = await connect(), await connect()
+    a, b = await one.join(NODE, 6), await other.join(OTHER, 6)
+    gone = await one.join(replace(NODE, name="gone"), 6)
+    await gone.leave()
+    session = new_session()
+    await claimed(b, session, 2, gone.id)
+    pictures = other.watch()
+    await until(pictures, lambda p: names(p) == ["node-a", "node-b"])
+    etcd.kill()
+    await until(pictures, lambda p: p.stale_since_s is not None, 20)
+    await asyncio.sleep(1)
+    etcd.start(wait=False)
+    seen = await until(pictures, lambda p: p.stale_since_s is None, 20)
+    assert all(set(p.members) == {a.id, b.id} for p in seen)
+    holder = await one.holder(session)
+    assert holder is not None
+    assert holder.owner == b.id
+    a.update(replace(NODE, readiness=Readiness.READY))
+    await until(pictures, lambda p: p.members[a.id].record.readiness is Readiness.READY)
+    assert a.may_send()
+    assert b.may_send()
+
+
+async def test_all_leases_that_an_etcd_forgot_are_lost_and_their_members_join_again(
+    etcd: EtcdServer, connect: Connect
+) -> None:
+    one = await connect()
+    former = await one.join(NODE, LEASE_S)
+    etcd.kill()
+    etcd.forget()
+    etcd.start()
+    await asyncio.wait_for(former.lost(), 15)
+    assert not former.may_send()
+    again = await one.join(replace(NODE, formerly=former.id), LEASE_S)
+    assert (await again.claim(new_session(), Generation(1), former.id)).verdict is Verdict.WON
+
+
+async def test_a_history_that_was_compacted_under_a_watch_is_read_anew(etcd: EtcdServer, connect: Connect) -> None:
+    one, other = await connect(), await connect()
+    a = await one.join(NODE, 12)
+    pictures = other.watch()
+    await until(pictures, lambda p: names(p) == ["node-a"])
+    # The watch begins where there is nothing any more: changes while it is away, then a compaction.
+    etcd.kill()
+    await until(pictures, lambda p: p.stale_since_s is not None, 20)
+    etcd.start()
+    a.update(replace(NODE, readiness=Readiness.READY))
+    b = await one.join(OTHER, 12)
+    ask(etcd.url, "kv/compaction", {"revision": revision(etcd.url), "physical": True})
+    [*_, last] = await until(pictures, lambda p: p.stale_since_s is None and b.id in p.members, 20)
+    await until(other.watch(), lambda p: p.members[a.id].record.readiness is Readiness.READY)
+    assert set(last.members) == {a.id, b.id}
+    # And of a living watch.
+    ask(etcd.url, "kv/put", {"key": base64.b64encode(b"x").decode()})
+    ask(etcd.url, "kv/compaction", {"revision": revision(etcd.url), "physical": True})
+    a.update(replace(NODE, readiness=Readiness.DRAINING))
+    await until(pictures, lambda p: p.members[a.id].record.readiness is Readiness.DRAINING)
+
+
+async def test_a_watch_from_a_revision_that_is_compacted_says_so(shared: EtcdServer) -> None:
+    service = EtcdService(EtcdAccess((shared.url,)), "compacted")
+    for number in range(3):
+        ask(shared.url, "kv/put", {"key": base64.b64encode(b"x").decode(), "value": str(number) * 4})
+    ask(shared.url, "kv/compaction", {"revision": revision(shared.url)})
+    changes = service.follow(60.0)
+    await anext(changes)
+    await changes.aclose()  # type: ignore[attr-defined]
+    from midstream.sidecar.fleet.etcd import _Seen
+
+    heard: asyncio.Queue[Any] = asyncio.Queue()
+    await asyncio.wait_for(service._watch(_Seen(set(), 0), heard), 10)
+    with pytest.raises(CoordinationError, match="compacted"):
+        raise heard.get_nowait()
+    await service.close()
+
+
+async def test_a_process_that_was_stopped_for_longer_than_its_lease_wakes_with_its_fence_closed(
+    shared: EtcdServer, connect: Connect
+) -> None:
+    other = await connect()
+    taker = await other.join(OTHER, LEASE_S)
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "support.fleet_member", shared.url, str(LEASE_S)),
+        stdout=asyncio.subprocess.PIPE,
+        env=environ,
+    )
+    assert process.stdout is not None
+    lines: list[tuple[float, str]] = []
+
+    async def read() -> None:
+        async for line in process.stdout or ():
+            time_s, _, word = line.decode().strip().partition(" ")
+            lines.append((float(time_s), word))
+
+    reading = asyncio.create_task(read())
+    await eventually(lambda: len(lines) > 20, 30)
+    victim = lines[0][1].removeprefix("joined ")
+    stopped_s = boot_clock_s()
+    process.send_signal(signal.SIGSTOP)
+    pictures = other.watch()
+    await until(pictures, lambda p: not any(m.startswith("victim") for m in p.members), 30)
+    session = new_session()
+    answer = await taker.claim(session, Generation(2), victim)  # type: ignore[arg-type]
+    assert answer.verdict is Verdict.WON
+    won_s = boot_clock_s()
+    process.send_signal(signal.SIGCONT)
+    await asyncio.wait_for(reading, 20)
+    assert await process.wait() == 0
+    sent = [time_s for time_s, word in lines if word == "send"]
+    assert sent
+    assert max(sent) < stopped_s + 0.5 < won_s, "nothing was sent after it was stopped"
+    after = [word for time_s, word in lines if time_s > won_s]
+    assert after[0] == "hold"
+    assert after[-1] == "lost"
+
+
+async def test_users_and_passwords_are_what_etcd_has_and_tokens_are_had_anew(etcd: EtcdServer, tmp_path: Path) -> None:
+    for path, body in (
+        ("auth/user/add", {"name": "root", "password": "secret"}),
+        ("auth/role/add", {"name": "root"}),
+        ("auth/user/grant", {"user": "root", "role": "root"}),
+        ("auth/enable", {}),
+    ):
+        ask(etcd.url, path, body)
+    file = tmp_path / "password"
+    file.write_text("wrong\n")
+    one = connection(etcd.url, user="root", password_file=str(file))
+    with pytest.raises(ConfigError, match=r"check fleet\.etcd_user and fleet\.etcd_password_file"):
+        await one.join(NODE, LEASE_S)
+    anonymous = connection(etcd.url)
+    with pytest.raises(ConfigError, match=r"nobody \(fleet\.etcd_user is not set\)"):
+        await anonymous.join(NODE, LEASE_S)
+    file.write_text("secret\n")
+    joined = await one.join(NODE, 6)
+    pictures = one.watch()
+    await until(pictures, lambda p: joined.id in p.members)
+    etcd.kill()
+    etcd.start()  # its tokens are forgotten
+    await asyncio.sleep(3)
+    joined.update(replace(NODE, readiness=Readiness.READY))
+    await until(pictures, lambda p: p.members[joined.id].record.readiness is Readiness.READY)
+    assert joined.may_send()
+    for each in (one, anonymous):
+        await each.close()
+
+
+async def test_an_endpoint_that_is_dead_is_passed_over(shared: EtcdServer) -> None:
+    one = connection(f"http://127.0.0.1:{free_port()}", shared.url)
+    joined = await one.join(NODE, LEASE_S)
+    await until(one.watch(), lambda p: joined.id in p.members)
+    await joined.leave()
+    await one.close()
+
+
+async def test_nothing_that_answers_is_said_in_words() -> None:
+    one = connection(f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(CoordinationError, match="is it up, and reached from here"):
+        await one.join(NODE, LEASE_S)
+    await one.close()
+
+
+async def test_claims_of_owners_who_are_over_are_swept(shared: EtcdServer) -> None:
+    one = connection(shared.url, sweep_every_s=1.0)
+    gone, taker = await one.join(NODE, LEASE_S), await one.join(replace(NODE, name="zz"), LEASE_S)
+    await gone.leave()
+    session, kept = new_session(), new_session()
+    stays = await one.join(replace(NODE, name="a"), LEASE_S)
+    await claimed(taker, session, 2, gone.id)
+    await claimed(stays, kept, 2, gone.id)
+    await taker.leave()
+    for _ in range(100):
+        if await one.holder(session) is None:
+            break
+        await asyncio.sleep(0.1)
+    assert await one.holder(session) is None
+    assert await one.holder(kept) is not None
+    await stays.leave()
+    await one.close()
+
+
+async def test_a_cluster_whose_leader_is_stopped_goes_on_by_its_others(tmp_path: Path) -> None:
+    peers = {name: f"http://127.0.0.1:{free_port()}" for name in ("x", "y", "z")}
+    servers = [EtcdServer(tmp_path, name=name, peers=peers) for name in peers]
+    try:
+        for server in servers:
+            server.start(wait=False)
+        for server in servers:
+            server.wait_ready()
+        one = connection(*(s.url for s in servers), when_alone=WhenAlone.STOP)
+        joined = await one.join(NODE, 12)
+        pictures = one.watch()
+        await until(pictures, lambda p: joined.id in p.members)
+        leader = next(s for s in servers if _leads(s))
+        leader.freeze()
+        joined.update(replace(NODE, readiness=Readiness.READY))
+        await until(
+            pictures, lambda p: joined.id in p.members and p.members[joined.id].record.readiness is Readiness.READY, 40
+        )
+        assert joined.may_send()
+        leader.thaw()
+        await asyncio.sleep(3)
+        await eventually(joined.may_send)
+        await until(one.watch(), lambda p: p.stale_since_s is None and joined.id in p.members)
+        await one.close()
+    finally:
+        for server in servers:
+            server.kill()
+
+
+def _leads(server: EtcdServer) -> bool:
+    said = ask(server.url, "maintenance/status", {})
+    return bool(said["leader"] == said["header"]["member_id"])
