@@ -73,7 +73,7 @@ class ReplicaStore(Store, ReplicaReader, Protocol):
     """A store elsewhere."""
 
     def begin(self) -> ReplicaDraft:
-        """As Store.begin; the store answers when this returns."""
+        """As Store.begin."""
         ...
 
     def close(self) -> None:

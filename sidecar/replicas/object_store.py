@@ -10,10 +10,9 @@ everything; what is counted is guarded by one lock, and manifests are written on
 import contextlib
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 from ...session import chunk
@@ -24,6 +23,7 @@ from ...session.ledger import Known, Ledger
 from ...session.manifest import Manifest
 from ...session.store import StoredSnapshot, StoreFigures, Swept
 from .contract import CHUNK_NAME, SESSION_NAME, Objects, Refusal, ReplicaError
+from .object_draft import ObjectDraft
 from .object_names import (
     ENVELOPE_BYTES_MAX,
     FINISHED,
@@ -140,7 +140,7 @@ class ObjectStore:
 
     # Writing
 
-    def begin(self) -> "ObjectDraft":
+    def begin(self) -> ObjectDraft:
         """See Store.begin."""
         with self._mutex:
             if self._drafts >= DRAFTS_MAX:
@@ -431,87 +431,6 @@ class ObjectStore:
             with self._mutex:
                 self._errors += 1
             raise
-
-
-class ObjectDraft:
-    """See contract.ReplicaDraft."""
-
-    def __init__(self, store: ObjectStore) -> None:
-        self._store = store
-        self._pinned: Counter[str] = Counter()
-        self._writing: set[str] = set()
-        self._changed = threading.Condition()
-        self._is_left = False
-
-    def put_chunk(self, raw: bytes | bytearray | memoryview) -> str:
-        """See Draft.put_chunk."""
-        name = chunk.chunk_name(raw)
-        if not self.keep(name):
-            self.put_stored(name, chunk.encode(raw)[1])
-        return name
-
-    def put_stored(self, name: str, stored: bytes) -> None:
-        """See ReplicaDraft.put_stored."""
-        chunk.check(name, stored)
-        with self._changed:
-            # Who has the same block at the same time finds it written, or writes it if the other one could not.
-            self._changed.wait_for(lambda: name not in self._writing)
-            if self._pinned[name]:
-                return
-            self._check_open()
-            self._writing.add(name)
-        try:
-            if not self._store.pin([name]):
-                self._store.write_chunk(name, stored)
-            with self._changed:
-                self._pinned[name] += 1
-        finally:
-            with self._changed:
-                self._writing.discard(name)
-                self._changed.notify_all()
-
-    def keep(self, name: str) -> bool:
-        """See Draft.keep."""
-        return bool(self.keep_all([name]))
-
-    def keep_all(self, names: Collection[str]) -> frozenset[str]:
-        """See ReplicaDraft.keep_all."""
-        with self._changed:
-            self._check_open()
-            mine = frozenset(name for name in names if self._pinned[name])
-        fresh = self._store.pin([name for name in set(names) - mine if CHUNK_NAME.fullmatch(name)])
-        with self._changed:
-            self._pinned.update(fresh)
-        return mine | fresh
-
-    def publish(self, manifest: Manifest) -> str:
-        """See Draft.publish."""
-        with self._changed:
-            unpinned = set(manifest.chunks) - {name for name, count in self._pinned.items() if count}
-        if unpinned or self._is_left:
-            raise ReplicaError(
-                Refusal.MISSING,
-                f"{len(unpinned)} chunks of the manifest are not of this draft; put or keep them first",
-            )
-        return self._store.publish(manifest)
-
-    def _check_open(self) -> None:
-        if self._is_left:
-            raise ReplicaError(Refusal.REQUEST, "this draft was left; begin another")
-
-    def __enter__(self) -> "ObjectDraft":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._changed:
-            if self._is_left:
-                return
-            self._is_left = True
-            pinned = list(self._pinned.elements())
-            self._pinned.clear()
-        self._store.end_draft(pinned)
 
 
 def _checked(name: str, stored: bytes) -> bytes:

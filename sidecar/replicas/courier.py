@@ -1,0 +1,296 @@
+"""Brings this node's snapshots to one store elsewhere, for as long as the node runs.
+
+Owns the order of sending, what it does when the store does not answer, and what it counts. Invariant: at most
+SENDERS blocks are in memory; bytes go out only as the budget lets them; a block that is there is not sent again; a
+manifest goes last. A store that is down costs lag, and nothing else: it is asked again after pauses that grow. A
+session that cannot be sent for a reason of its own is left aside for a while, and the others go on. What a store has
+lost since is noticed within RECHECK_S, and sent again.
+"""
+
+import logging
+import random
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Protocol
+
+from ...session.disk_store import Head
+from ...session.errors import StoreError
+from ...session.ids import SessionId
+from ...session.manifest import Manifest
+from ..fleet.backoff import Backoff
+from .backlog import SESSIONS_MAX, Backlog, Shape
+from .budget import Budget
+from .contract import Refusal, ReplicaDraft, ReplicaStore
+from .peer_wire import reason_of
+from .urgency import most_urgent
+
+SENDERS = 4
+ROUND_S = 0.1
+RETRY_FIRST_S, RETRY_LARGEST_S = 0.5, 30.0
+PUT_OFF_S = 10.0
+RECHECK_S = 30.0
+# How often a snapshot may be replaced by a newer one while it is being sent, before another session has its turn.
+RENEWALS_MAX = 16
+# The store as such is well; it is this snapshot.
+_OF_THE_SESSION = frozenset({Refusal.REQUEST, Refusal.TOO_LARGE, Refusal.MISSING, Refusal.CORRUPT})
+
+_LOG = logging.getLogger("midstream.replicas")
+
+
+# Asked of a store to see whether it answers.
+NOBODY = SessionId("0" * 32)
+
+
+class LocalStore(Protocol):
+    """What is sent: this node's own store, which somebody else writes."""
+
+    def heads(self) -> Sequence[Head]:
+        """What each session's latest snapshot is, by its name."""
+        ...
+
+    def latest(self, session: SessionId) -> Manifest | None:
+        """See Store.latest."""
+        ...
+
+    def get_stored(self, name: str) -> bytes:
+        """A chunk's stored bytes."""
+        ...
+
+
+class LocalGone(Exception):
+    """A block is not here any more, or damaged: its snapshot was replaced meanwhile, or is no good."""
+
+
+class Courier:
+    """One store's. `run` in a thread of its own, `stop` from another."""
+
+    def __init__(
+        self,
+        name: str,
+        open_store: Callable[[], ReplicaStore],
+        local: LocalStore,
+        budget: Budget,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self.name = name
+        self._open_store = open_store
+        self._local = local
+        self._budget = budget
+        self._clock = clock
+        self._backoff = Backoff(RETRY_FIRST_S, RETRY_LARGEST_S, draw)
+        self._backlog = Backlog()
+        self._mutex = threading.Lock()
+        self._shapes: OrderedDict[SessionId, Shape] = OrderedDict()
+        self._senders = ThreadPoolExecutor(SENDERS, thread_name_prefix=f"send-{name}")
+        self._stopping = threading.Event()
+        self._store: ReplicaStore | None = None
+        self.is_up = False
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def store(self) -> ReplicaStore | None:
+        """The store while it answers, for whoever reads from it."""
+        return self._store
+
+    def stop(self) -> None:
+        """Have `run` return soon."""
+        self._stopping.set()
+
+    def run(self) -> None:
+        """Send until stopped. Never raises."""
+        while not self._stopping.is_set():
+            try:
+                if not self._step():
+                    self._stopping.wait(ROUND_S)
+            except StoreError as error:
+                self._failed(error)
+            except Exception:
+                self.counts["failures_internal"] += 1
+                _LOG.exception("event=courier_failed store=%s", self.name)
+                self._stopping.wait(self._backoff.wait_s())
+        self._senders.shutdown(wait=True, cancel_futures=True)
+        if self._store is not None:
+            self._store.close()
+
+    def status(self) -> dict[str, float]:
+        """Flat names and numbers."""
+        with self._mutex:
+            lag = self._backlog.lag(self._clock())
+        return {
+            "up": int(self.is_up),
+            "sessions_behind": lag.sessions,
+            "lag_tokens": lag.tokens,
+            "lag_tokens_max": lag.tokens_max,
+            "lag_seconds_max": round(lag.seconds_max, 3),
+            "snapshots_sent": self.counts["snapshots_sent"],
+            "chunks_sent": self.counts["chunks_sent"],
+            "chunks_there": self.counts["chunks_there"],
+            "bytes_sent": self.counts["bytes_sent"],
+            "local_gone": self.counts["local_gone"],
+            **{f"failures_{reason.value}": self.counts[f"failures_{reason.value}"] for reason in Refusal},
+        }
+
+    def lag_of_each(self) -> dict[SessionId, tuple[int, float]]:
+        """Tokens and seconds, of each session that is behind."""
+        with self._mutex:
+            return self._backlog.lag_of_each(self._clock())
+
+    # Inside
+
+    def _step(self) -> bool:
+        """Do the most urgent thing; False when there was nothing to do."""
+        self._look()
+        if self._store is None:
+            self._store = self._open_store()
+        if not self.is_up:
+            # One that was away may have lost everything: what is there is asked of it anew.
+            self._store.latest(NOBODY)
+            with self._mutex:
+                self._backlog.lost()
+            self.is_up = True
+            self._backoff.succeeded()
+            _LOG.info("event=replica_store_up store=%s", self.name)
+        self._tell_of_ends(self._store)
+        with self._mutex:
+            chosen = most_urgent(self._backlog.behind(self._shapes, self._clock()))
+        if chosen is None:
+            return self._recheck(self._store)
+        session = SessionId(chosen.session)
+        try:
+            sent = self._send(self._store, session)
+        except LocalGone as error:
+            self.counts["local_gone"] += 1
+            _LOG.info("event=replica_not_sent store=%s session=%s why=%s", self.name, session, error)
+            self._put_off(session, 1.0)
+        except StoreError as error:
+            if reason_of(error) not in _OF_THE_SESSION:
+                raise
+            self._count(error)
+            _LOG.warning("event=replica_refused store=%s session=%s error=%s", self.name, session, error)
+            self._put_off(session, PUT_OFF_S)
+        else:
+            self.counts["snapshots_sent"] += 1
+            self._backoff.succeeded()
+            with self._mutex:
+                self._backlog.published(session, sent.generation, sent.kv_len, self._clock())
+        return True
+
+    def _look(self) -> None:
+        """See what there is here, and what new sessions are like."""
+        try:
+            heads = self._local.heads()
+        except StoreError:
+            # The mover has not made it yet, or is making another.
+            return
+        with self._mutex:
+            self._backlog.see(heads, self._clock())
+            unshaped = self._backlog.unshaped(self._shapes)
+        for session in unshaped:
+            try:
+                found = self._local.latest(session)
+            except StoreError:
+                continue
+            if found is None:
+                self._put_off(session, 1.0)
+                continue
+            with self._mutex:
+                self._shapes[session] = Shape(found.prompt_len, found.block_tokens, found.block_bytes)
+                if len(self._shapes) > SESSIONS_MAX:
+                    self._shapes.popitem(last=False)
+
+    def _tell_of_ends(self, store: ReplicaStore) -> None:
+        with self._mutex:
+            over = self._backlog.over()
+        for head in over:
+            there = store.latest(head.session)
+            # Whoever has the session now says when it is over.
+            if there is not None and there.generation <= head.generation:
+                store.finish(head.session)
+            with self._mutex:
+                self._backlog.told(head.session)
+
+    def _recheck(self, store: ReplicaStore) -> bool:
+        """See whether what was published a while ago is still there; False when there is nothing to look at."""
+        with self._mutex:
+            session = self._backlog.unchecked(self._clock() - RECHECK_S)
+        if session is None:
+            return False
+        found = store.latest(session)
+        with self._mutex:
+            if found is None:
+                self._backlog.found(session, 0, 0, self._clock())
+            else:
+                self._backlog.found(session, found.generation, found.kv_len, self._clock())
+        return True
+
+    def _send(self, store: ReplicaStore, session: SessionId) -> Manifest:
+        """Publish the session's latest snapshot there; where a newer one comes meanwhile, it is that one's turn."""
+        have: set[str] = set()
+        with store.begin() as draft:
+            for _ in range(RENEWALS_MAX):
+                manifest = self._local.latest(session)
+                if manifest is None:
+                    raise LocalGone("no snapshot of it is left here")
+                unknown = [name for name in dict.fromkeys(manifest.chunks) if name not in have]
+                there = draft.keep_all(unknown)
+                have |= there
+                self.counts["chunks_there"] += len(there)
+                try:
+                    self._put_all(draft, [name for name in unknown if name not in there], have)
+                except LocalGone:
+                    continue
+                draft.publish(manifest)
+                return manifest
+        raise LocalGone(f"it was replaced {RENEWALS_MAX} times while it was being sent")
+
+    def _put_all(self, draft: ReplicaDraft, names: Sequence[str], have: set[str]) -> None:
+        """Send blocks, a few at a time; when this returns or raises, nobody sends any more."""
+        sending: dict[Future[int], str] = {}
+        rest = iter(names)
+        try:
+            while True:
+                for name in rest:
+                    sending[self._senders.submit(self._put, draft, name)] = name
+                    if len(sending) >= SENDERS:
+                        break
+                if not sending:
+                    return
+                done, _ = wait(sending, return_when=FIRST_COMPLETED)
+                for future in done:
+                    size = future.result()
+                    have.add(sending.pop(future))
+                    self.counts["chunks_sent"] += 1
+                    self.counts["bytes_sent"] += size
+        finally:
+            for future in sending:
+                future.cancel()
+            wait(sending)
+
+    def _put(self, draft: ReplicaDraft, name: str) -> int:
+        try:
+            stored = self._local.get_stored(name)
+        except StoreError as error:
+            raise LocalGone(str(error)) from error
+        if not self._budget.take(len(stored), self._stopping):
+            raise LocalGone("this process ends")
+        draft.put_stored(name, stored)
+        return len(stored)
+
+    def _put_off(self, session: SessionId, for_s: float) -> None:
+        with self._mutex:
+            self._backlog.put_off(session, self._clock() + for_s)
+
+    def _count(self, error: StoreError) -> None:
+        self.counts[f"failures_{reason_of(error).value}"] += 1
+
+    def _failed(self, error: StoreError) -> None:
+        self._count(error)
+        if self.is_up:
+            _LOG.error("event=replica_store_down store=%s serving=on error=%s", self.name, error)
+        self.is_up = False
+        self._stopping.wait(self._backoff.wait_s())

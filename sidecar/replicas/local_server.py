@@ -1,0 +1,88 @@
+"""What this node's own mover and sidecar are told of snapshots elsewhere, at a Unix socket.
+
+Owns two routes to read by, as a peer's (peer_wire.py), so that a mover needs no client of its own for each kind of
+store, and two for figures. The socket is 0600: only this user gets there, so nothing is signed.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from aiohttp import web
+
+from ...session import manifest
+from ...session.errors import StoreError
+from ...session.ids import SessionId
+from .contract import CHUNK_NAME, SESSION_NAME, Refusal, ReplicaError, ReplicaReader
+from .peer_wire import BASE, STATUS, reason_of
+
+THREADS = 32
+# Beyond what a mover reads at once; the rest is told to come again.
+REQUESTS_MAX = 128
+
+
+class LocalServer:
+    """The application. `status` and `lag` give what is shown of it all."""
+
+    def __init__(
+        self,
+        reader: ReplicaReader,
+        status: Callable[[], dict[str, float]],
+        lag: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._reader = reader
+        self._status = status
+        self._lag = lag
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="restore")
+        self._running = 0
+
+    def app(self) -> web.Application:
+        """For a runner."""
+        app = web.Application(middlewares=[_told])
+        app.router.add_get(f"{BASE}/latest/{{session}}", self._latest)
+        app.router.add_get(f"{BASE}/chunks/{{name}}", self._chunk)
+        app.router.add_get(f"{BASE}/status", self._tell_status)
+        app.router.add_get(f"{BASE}/lag", self._tell_lag)
+        return app
+
+    async def _latest(self, request: web.Request) -> web.Response:
+        session = request.match_info["session"]
+        if not SESSION_NAME.fullmatch(session):
+            raise ReplicaError(Refusal.REQUEST, "the id of a session has 32 hex digits")
+        found = await self._read(lambda: self._reader.latest(SessionId(session)))
+        if found is None:
+            raise ReplicaError(Refusal.MISSING, "no store that answers has a snapshot of that session")
+        return web.Response(body=manifest.encode(found))
+
+    async def _chunk(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if not CHUNK_NAME.fullmatch(name):
+            raise ReplicaError(Refusal.REQUEST, "the name of a chunk has 32 hex digits")
+        return web.Response(body=await self._read(lambda: self._reader.get_stored(name)))
+
+    async def _tell_status(self, _: web.Request) -> web.Response:
+        return web.json_response(self._status())
+
+    async def _tell_lag(self, _: web.Request) -> web.Response:
+        return web.json_response(self._lag())
+
+    async def _read(self, call: Callable[[], Any]) -> Any:
+        if self._running >= REQUESTS_MAX:
+            raise ReplicaError(Refusal.BUSY, f"{REQUESTS_MAX} reads are under way; try again")
+        self._running += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        finally:
+            self._running -= 1
+
+
+@web.middleware
+async def _told(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except StoreError as error:
+        reason = reason_of(error)
+        return web.json_response({"reason": reason.value, "error": str(error)[:500]}, status=STATUS[reason])
