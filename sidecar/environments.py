@@ -3,9 +3,9 @@
 Owns the lists of requirements. A folder's name carries a digest of everything that went into it, so that a change
 builds a new one and an old one is never taken for it. How they are built is `environment_build.py`.
 
-    python -m midstream.sidecar.environments ensure transformers|vllm|sglang|model|tiny-model
+    python -m midstream.sidecar.environments ensure transformers|vllm|sglang|model|tiny-model|etcd|mooncake
 
-prints the path (an engine's interpreter, or a model's folder) and nothing else on standard output.
+prints the path (an engine's interpreter, a model's folder, or a binary) and nothing else on standard output.
 
     python -m midstream.sidecar.environments command transformers|vllm|sglang [model|tiny-model]
 
@@ -26,6 +26,8 @@ from pathlib import Path
 
 from ..session.errors import EngineError, MidstreamError
 from .environment_build import Report, built_once, make_venv, output, pip, put_module, run, site_of
+from .environment_etcd import PACKAGE, etcd
+from .environment_mooncake import MOONCAKE, mooncake_python
 from .plugin_path import engine_environ
 
 # Bumped when the way of building changes, so that folders of the old way are not taken.
@@ -78,7 +80,7 @@ SGLANG_OPTIONS = (
     *("--mem-fraction-static", "0.3", "--skip-server-warmup", "--sleep-on-idle"),
 )
 
-NAMES = ("transformers", "vllm", "sglang", "model", "tiny-model")
+NAMES = ("transformers", "vllm", "sglang", "model", "tiny-model", "etcd", "mooncake")
 ENGINES = ("transformers", "vllm", "sglang")
 MODELS = ("model", "tiny-model")
 
@@ -114,6 +116,10 @@ def ensure(name: str, report: Report) -> Path:
             return model(report)
         case "tiny-model":
             return tiny_model(report)
+        case "etcd":
+            return etcd(_place("etcd", PACKAGE), report)
+        case "mooncake":
+            return mooncake_python(_place("mooncake", MOONCAKE), report)
     raise EngineError(f"{name}: unknown; expected one of {', '.join(NAMES)}")
 
 
