@@ -17,10 +17,11 @@ from aiohttp import web
 
 from .stream_kept import KeptStream, Phase
 
-# One write from the log. What the transport may hold before the session no longer writes by itself, and how much it
-# writes then, are together below the 64 KiB at which a transport asks for a pause.
+# One write from the log.
 _PIECE_BYTES = 64 << 10
-_BUFFERED_BYTES_MAX = 32 << 10
+# The session writes by itself only what cannot have to wait, for it has no clock of its own: a transport asks for a
+# pause at 64 KiB, and takes that back at 16 KiB.
+_BUFFERED_BYTES_MAX = 16 << 10
 _WRITE_BYTES_MAX = 16 << 10
 # How often in that time a client that takes nothing is looked at.
 _LOOKS = 4

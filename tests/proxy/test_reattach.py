@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
 
 from midstream.proxy.coordinator import Reason
 from midstream.proxy.reattach import STREAMS_PATH
@@ -96,6 +99,24 @@ class Flood(RawEngine):
             self.gone.set()
 
 
+class Generator(RawEngine):
+    """Says an answer of `/generate`, all so far in each event."""
+
+    def __init__(self) -> None:
+        super().__init__(self._say)
+
+    async def _say(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(SSE_HEAD)
+        for n in range(1, 21):
+            finish = {"type": "length", "length": 20} if n == 20 else None
+            meta = {"id": "g", "completion_tokens": n, "finish_reason": finish}
+            event = {"text": " w" * n, "output_ids": list(range(n)), "meta_info": meta}
+            writer.write(chunked(b"data: " + json.dumps(event).encode() + b"\n\n"))
+            await asyncio.sleep(0.001)
+        writer.write(chunked(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+
 def text_in(data: bytes) -> str:
     """The text of a completion's stream, whose ids go on by one each."""
     assert ids_in(data) == list(range(1, len(ids_in(data)) + 1))
@@ -167,6 +188,7 @@ CASES: dict[str, tuple[Callable[[], ScriptedEngine], str, dict[str, Any]]] = {
     "chat": (engine, "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
     "responses": (lambda: EventEngine(RICH, name="a"), "/v1/responses", {"input": "x"}),
     "messages": (lambda: EventEngine(RICH, name="a"), "/v1/messages", {"messages": []}),
+    "generate": (Generator, "/generate", {"text": "x", "sampling_params": {"temperature": 0}}),
     "choices": (lambda: engine(Script(gap_s=0.001)), COMPLETIONS, {"n": 3}),
     "echo": (engine, COMPLETIONS, {"stop": ["w17"], "return_token_ids": True}),
 }
@@ -181,7 +203,7 @@ async def test_a_client_that_is_cut_off_anywhere_gets_the_rest_by_get_and_the_wh
         whole = await here.rest(token, 0)
         assert whole.endswith(b"\n\n")
         assert b": midstream outcome=undisturbed" in whole.rpartition(b"\n\n")[0].rpartition(b"\n\n")[2]
-        step = max(1, len(whole) // (9 if name == "choices" else 97))
+        step = max(1, len(whole) // (9 if name == "choices" else 31))
         for cut in [*range(0, len(whole), step), len(whole) - 1]:
             async with here.post(path, **more, headers={"X-Midstream-Report": "1"}) as client:
                 token, have = await cut_after(client, cut)
@@ -242,6 +264,35 @@ async def test_several_cuts_of_one_stream_make_one_whole() -> None:
         have += await here.rest(token, position_in(have))
         assert have == await here.rest(token, 0)
     assert nameless(have) == nameless(await plain(engine()))
+
+
+@examples(max_examples=25)
+@given(
+    st.lists(st.tuples(st.integers(0, 2500), st.booleans()), max_size=6),
+    st.integers(0, 45),
+    st.sampled_from([name for name in CASES if name != "generate"]),
+)
+async def test_however_often_a_client_is_cut_off_and_wherever_its_worker_dies_it_has_each_event_once(
+    cuts: list[tuple[int, bool]], death: int, name: str
+) -> None:
+    make, path, more = CASES[name]
+    dying, standby = make(), make()
+    dying.scripts, standby.name = [Script(at=death, ahead=2, gap_s=0.0005)], "b"
+    async with site(dying, standby) as here:
+        token, have = "", b""
+        for size_bytes, by_post in [*cuts, (1 << 30, False)]:
+            last = f"{token}.{position_in(have)}"
+            asked = here.post(path, **more, last=last) if by_post else here.get(token, Last_Event_ID=last)
+            async with asked if token else here.post(path, **more) as client:
+                await client.head()
+                have = whole_events(have + (await client.read(size_bytes))[:size_bytes])
+                client.cut()
+            token = token or client.headers["x-midstream-stream"]
+        assert have.replace(WAITING, b"") == await here.rest(token, 0)
+        numbers = ids_in(have.replace(WAITING, b""))
+        assert numbers == list(range(1, len(numbers) + 1))
+        assert len(here.coordinator.of("admit")) == more.get("n", 1)
+        assert {call[1] for call in here.coordinator.of("ended")} == {"finished"}
 
 
 # ---- takeovers
