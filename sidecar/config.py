@@ -176,6 +176,41 @@ class Fleet(_Part, frozen=True):
         str | None,
         Meta(description="File with the secret that all of a fleet share; null: this node takes nothing of a gateway."),
     ] = None
+    coordination: Annotated[
+        Literal["none", "etcd", "kubernetes"],
+        Meta(description="The service that says who is alive and who may take a session up; none: this process alone."),
+    ] = "none"
+    group: Annotated[
+        str, Meta(min_length=1, max_length=63, description="The fleet's name at that service, the same for all of it.")
+    ] = "midstream"
+    lease_s: Annotated[
+        int,
+        Meta(
+            ge=3, le=60, description="A node that is not renewed for so long is lost; it is renewed three times in it."
+        ),
+    ] = 10
+    when_alone: Annotated[
+        Literal["serve", "stop"],
+        Meta(description="What a node does whose lease may be over while that service is silent."),
+    ] = "serve"
+    etcd_endpoints: Annotated[
+        str,
+        Meta(
+            pattern="^(https?://[^, ]+(,https?://[^, ]+){0,15})?$",
+            title="URLs with commas between",
+            description="Client URLs of etcd, each tried in turn.",
+        ),
+    ] = ""
+    etcd_user: Annotated[str, Meta(description="User of etcd; empty where it has none.")] = ""
+    etcd_password_file: Annotated[str, Meta(description="File with that user's password.")] = ""
+    etcd_ca: Annotated[str, Meta(description="File with the authority of etcd's certificate, if no public one.")] = ""
+    etcd_cert: Annotated[str, Meta(description="File with the certificate that etcd asks of its clients.")] = ""
+    etcd_key: Annotated[str, Meta(description="File with the key of that certificate.")] = ""
+    kubernetes_namespace: Annotated[str, Meta(description="Where Lease objects are; empty: the pod's own.")] = ""
+    kubeconfig: Annotated[
+        str, Meta(description="File that says how the Kubernetes API is reached; empty: the pod's service account.")
+    ] = ""
+    kubernetes_context: Annotated[str, Meta(description="Context of that file; empty: its current one.")] = ""
 
 
 class Gateway(_Part, frozen=True):

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import yaml
@@ -136,7 +136,7 @@ def _checked(given: Given, kinds: Mapping[str, object]) -> tuple[str, object]:
     try:
         if given.key == "workers":
             return "", _workers(given.value, kind)
-        value = msgspec.convert(_plain(given), kind, strict=not given.is_text)
+        value = msgspec.convert(_plain(given, kind), kind, strict=not given.is_text)
         return "", _absolute(value) if given.key in _FOLDERS else value
     except (msgspec.ValidationError, ValueError) as error:
         shown = _shown(given.value)
@@ -145,11 +145,12 @@ def _checked(given: Given, kinds: Mapping[str, object]) -> tuple[str, object]:
         return f"{where}: expected {expected(kind)}, got {shown}", None
 
 
-def _plain(given: Given) -> object:
+def _plain(given: Given, kind: object) -> object:
     if given.is_text:
         text = str(given.value)
         # msgspec takes only `true`, `false`, `1` and `0` from text; null is how a file says "none".
-        return None if given.key == "store.dir" and text.lower() in ("", "null", "none") else text
+        can_be_null = get_args(kind)[:1] == (str | None,)
+        return None if can_be_null and text.lower() in ("", "null", "none") else text
     # YAML reads `10` as an int where a float is meant; the reverse would lose something and stays an error.
     return given.value
 
