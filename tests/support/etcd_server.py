@@ -23,19 +23,24 @@ def binary() -> Path | None:
 class EtcdServer:
     """One etcd, alone or of a cluster."""
 
-    def __init__(self, folder: Path, *options: str, name: str = "alone", peers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        name: str = "alone",
+        peers: dict[str, str] | None = None,
+        scheme: str = "http",
+    ) -> None:
         found = binary()
         assert found is not None
         self.folder = folder / name
-        self.url = f"http://127.0.0.1:{free_port()}"
+        self.url = f"{scheme}://127.0.0.1:{free_port()}"
         peer = (peers or {}).get(name) or f"http://127.0.0.1:{free_port()}"
         cluster = ",".join(f"{n}={url}" for n, url in (peers or {name: peer}).items())
         self._argv = [
             *(str(found), "--name", name, "--data-dir", str(self.folder)),
             *("--listen-client-urls", self.url, "--advertise-client-urls", self.url),
             *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", cluster),
-            # The disk of a test machine is no measure of what is tested.
-            *("--unsafe-no-fsync",) * _knows(found, "--unsafe-no-fsync"),
             *options,
         ]
         self.process: subprocess.Popen[bytes] | None = None
@@ -90,7 +95,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _knows(etcd: Path, option: str) -> bool:
-    return option in subprocess.run([str(etcd), "--help"], capture_output=True, text=True, check=False).stdout

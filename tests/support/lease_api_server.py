@@ -11,6 +11,7 @@ failures: it is one process that never loses an acknowledged write.
 import asyncio
 import contextlib
 import json
+import ssl
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -36,6 +37,7 @@ class LeaseApiServer:
 
     tokens: set[str] = field(default_factory=lambda: {"good"})
     bookmark_every_s: float = 0.2
+    tls: ssl.SSLContext | None = None
     url: str = ""
     requests: list[tuple[str, str]] = field(default_factory=list)  # method and name, watches as WATCH
 
@@ -95,9 +97,9 @@ class LeaseApiServer:
         app.router.add_delete(_PREFIX + "/{name}", self._delete)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", port, reuse_address=True)
+        site = web.TCPSite(runner, "127.0.0.1", port, reuse_address=True, ssl_context=self.tls)
         await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self.url = f"{'https' if self.tls else 'http'}://127.0.0.1:{runner.addresses[0][1]}"
         try:
             yield self
         finally:
@@ -111,7 +113,7 @@ class LeaseApiServer:
         self.requests.append(("WATCH" if is_watch else request.method, request.match_info.get("name", "")))
         await self._awake.wait()
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        if scheme != "Bearer" or token not in self.tokens:
+        if token not in self.tokens or scheme != ("Bearer" if token else ""):
             return _status(401, "Unauthorized", "Unauthorized")
         if self._throttled > 0:
             self._throttled -= 1

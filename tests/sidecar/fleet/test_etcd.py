@@ -37,6 +37,7 @@ from midstream.sidecar.fleet.etcd_http import EtcdAccess
 from midstream.sidecar.fleet.fence import MARGIN, WhenAlone
 from midstream.sidecar.fleet.leased import LeasedCoordination
 from midstream.sidecar.fleet.record import Readiness
+from support.certificates import make_certificates
 from support.etcd_server import VARIABLE, EtcdServer, binary, free_port
 
 pytestmark = pytest.mark.skipif(binary() is None, reason=f"{VARIABLE} is not set")
@@ -297,6 +298,35 @@ async def test_users_and_passwords_are_what_etcd_has_and_tokens_are_had_anew(etc
     assert joined.may_send()
     for each in (one, anonymous):
         await each.close()
+
+
+async def test_an_etcd_with_certificates_is_reached_by_who_has_them(tmp_path: Path) -> None:
+    made = make_certificates(tmp_path)
+    server = EtcdServer(
+        tmp_path,
+        *("--client-cert-auth", "--trusted-ca-file", str(made.ca)),
+        *("--cert-file", str(made.server_cert), "--key-file", str(made.server_key)),
+        scheme="https",
+    )
+    files = {"ca_file": str(made.ca), "cert_file": str(made.client_cert), "key_file": str(made.client_key)}
+    try:
+        server.start(wait=False)
+        one = connection(server.url, **files)
+        for _ in range(100):
+            try:
+                joined = await one.join(NODE, LEASE_S)
+                break
+            except CoordinationError:
+                await asyncio.sleep(0.1)
+        await until(one.watch(), lambda p: joined.id in p.members)
+        for without in ("ca_file", "cert_file"):
+            stranger = connection(server.url, **{k: v for k, v in files.items() if k != without})
+            with pytest.raises(CoordinationError, match=r"(?i)certificate|ssl"):
+                await stranger.join(OTHER, LEASE_S)
+            await stranger.close()
+        await one.close()
+    finally:
+        server.kill()
 
 
 async def test_an_endpoint_that_is_dead_is_passed_over(shared: EtcdServer) -> None:
