@@ -58,11 +58,13 @@ class Helper:
         if size < 0 or size > min(asked["max"], self._size_bytes):
             return {"code": 0 if size >= 0 else size, "size": max(size, 0)}
         code = int(self._client.get_into(asked["key"], self._address, size))
-        return {"code": min(code, 0), "size": size if code == size else 0}
+        return {"code": 0 if code == size else min(code, -1), "size": size}
 
     def present(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Which of the keys are there; asking holds them for the time of a lease."""
-        return {"code": 0, "there": [code == 1 for code in self._client.batch_is_exist(asked["keys"])]}
+        codes = [int(code) for code in self._client.batch_is_exist(asked["keys"])]
+        # Not to know is not to be without.
+        return {"code": min([0, *codes]), "there": [code == 1 for code in codes]}
 
     def sizes(self, asked: dict[str, Any]) -> dict[str, Any]:
         """The size of each object; negative where it is not there."""

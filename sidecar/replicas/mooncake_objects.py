@@ -40,7 +40,8 @@ LISTING_BYTES_MAX = 64 << 20
 LISTING_S = 10.0
 LINE_BYTES_MAX = 8 << 20
 _NOT_FOUND = -704
-_NO_SPACE = (-200, -800)
+_NO_SPACE = -200
+_NOT_MOVED = -800
 _TOO_LARGE = -600
 
 
@@ -90,8 +91,9 @@ class MooncakeObjects:
         def bring(helper: "_HelperProcess") -> bytes | None:
             answer = helper.ask({"op": "get", "key": name, "max": bytes_max}, self._within_s(BUFFER_BYTES))
             size = int(answer["size"])
-            if answer["code"] or not size:
+            if answer["code"] == _NOT_FOUND:
                 return None
+            self._check(answer, name)
             if size > min(bytes_max, BUFFER_BYTES):
                 raise ReplicaError(Refusal.TOO_LARGE, f"object {name}: {size} bytes; {bytes_max} are taken")
             return helper.buffer[:size]
@@ -104,6 +106,7 @@ class MooncakeObjects:
         for at in range(0, len(asked), KEYS_AT_ONCE):
             keys = asked[at : at + KEYS_AT_ONCE]
             answer = self._ask({"op": "present", "keys": keys})
+            self._check(answer, keys[0])
             there.update(key for key, is_there in zip(keys, answer["there"], strict=True) if is_there)
         return frozenset(there)
 
@@ -159,9 +162,13 @@ class MooncakeObjects:
 
     def _check(self, answer: dict[str, Any], name: str) -> None:
         code = int(answer["code"])
-        if code == 0 or code == _NOT_FOUND:
+        if code == 0:
             return
-        if code in _NO_SPACE:
+        if code == _NOT_MOVED:
+            raise ReplicaError(
+                Refusal.UNREACHABLE, f"object {name}: the node of Mooncake that lends its place does not answer"
+            )
+        if code == _NO_SPACE:
             raise ReplicaError(Refusal.FULL, f"object {name}: no node of Mooncake has room for it (code {code})")
         if code == _TOO_LARGE:
             raise ReplicaError(Refusal.TOO_LARGE, f"object {name}: larger than Mooncake takes (code {code})")
@@ -244,6 +251,7 @@ class _HelperProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 pass_fds=(descriptor,),
+                bufsize=0,
                 env=environ,
             )
         except OSError as error:
@@ -252,21 +260,33 @@ class _HelperProcess:
             ) from error
         finally:
             os.close(descriptor)
+        assert self._process.stdin is not None
         assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._process.stdout, selectors.EVENT_READ)
+        self._input, self._output = self._process.stdin.fileno(), self._process.stdout.fileno()
         self._read = bytearray()
+        # One that does not read must not hold us either.
+        os.set_blocking(self._input, False)
+        os.set_blocking(self._output, False)
 
     def ask(self, message: dict[str, Any], within_s: float) -> dict[str, Any]:
         """The answer to one line. _HelperLost when there is none in time."""
-        assert self._process.stdin is not None
+        deadline = time.monotonic() + within_s
+        rest = memoryview(json.dumps(message).encode() + b"\n")
         try:
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
+            while rest:
+                self._wait(self._input, selectors.EVENT_WRITE, deadline)
+                rest = rest[os.write(self._input, rest) :]
+            while b"\n" not in self._read:
+                self._wait(self._output, selectors.EVENT_READ, deadline)
+                piece = os.read(self._output, 1 << 16)
+                if not piece or len(self._read) > LINE_BYTES_MAX:
+                    raise BrokenPipeError("no more of it")
+                self._read += piece
         except OSError as error:
             raise _HelperLost(Refusal.UNREACHABLE, "its client ended; is mooncake installed there?") from error
-        answer = json.loads(self._line(within_s))
+        line, _, left = bytes(self._read).partition(b"\n")
+        self._read = bytearray(left)
+        answer = json.loads(line)
         if not answer.get("ok"):
             raise _HelperLost(Refusal.INTERNAL, str(answer.get("error")))
         return dict(answer)
@@ -275,24 +295,14 @@ class _HelperProcess:
         """End it, whatever it does."""
         self._process.kill()
         self._process.wait()
-        self._selector.close()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
         self.buffer.close()
 
-    def _line(self, within_s: float) -> bytes:
-        assert self._process.stdout is not None
-        deadline = time.monotonic() + within_s
-        while b"\n" not in self._read:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0 or not self._selector.select(left_s):
-                raise _HelperLost(Refusal.SLOW, f"no answer within {within_s:.0f} s")
-            piece = os.read(self._process.stdout.fileno(), 1 << 16)
-            if not piece or len(self._read) > LINE_BYTES_MAX:
-                raise _HelperLost(Refusal.UNREACHABLE, "its client ended; is mooncake installed there?")
-            self._read += piece
-        line, _, rest = bytes(self._read).partition(b"\n")
-        self._read = bytearray(rest)
-        return line
+    def _wait(self, descriptor: int, event: int, deadline: float) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(descriptor, event)
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise _HelperLost(Refusal.SLOW, "no answer in time; it was ended")
