@@ -26,6 +26,11 @@ DECIDED = frozenset(
         "store.dir",
         "store.bytes_max",
         "supervise.stop_timeout_s",
+        "fleet.name",
+        "fleet.group",
+        "fleet.coordination",
+        "fleet.secret_file",
+        "gateway.nodes",
     }
 )
 

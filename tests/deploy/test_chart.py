@@ -30,6 +30,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
         }
     },
     "coordination": {"fleet": {"coordination": "kubernetes"}},
+    "gateways": {
+        "replicas": 3,
+        "gateway": {"enabled": True},
+        "fleet": {"secretName": "fleet", "coordination": "kubernetes"},
+        "networkPolicy": {"enabled": True, "from": [{"podSelector": {}}]},
+        "serviceMonitor": {"enabled": True},
+    },
     "rescued pools": {"gpu": {"rescuePools": True}},
     "no runtime class": {"gpu": {"runtimeClassName": ""}},
     "the platform's user": {"podSecurity": {"user": None, "group": None}},
@@ -111,17 +118,23 @@ def test_the_native_sidecars_come_first_and_are_started_again(rendered: Rendered
 
 
 def test_nothing_runs_as_root_or_may_become_more_than_it_is(rendered: Rendered) -> None:
-    assert rendered.pod["securityContext"]["runAsNonRoot"] is True
-    assert rendered.pod["securityContext"].get("runAsUser", 1) > 0
-    assert rendered.pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert not {"hostNetwork", "hostPID", "hostIPC"} & set(rendered.pod)
-    assert not [volume for volume in rendered.pod["volumes"] if "hostPath" in volume]
-    for container in rendered.containers:
+    for pod in rendered.pods:
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"].get("runAsUser", 1) > 0
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+        assert not [volume for volume in pod["volumes"] if "hostPath" in volume]
+    for container in containers_of(rendered):
         context = container["securityContext"]
         assert context["allowPrivilegeEscalation"] is False
         assert context["readOnlyRootFilesystem"] is True
         assert context["capabilities"]["drop"] == ["ALL"]
         assert not {"runAsUser", "runAsGroup", "runAsNonRoot", "privileged", "seccompProfile"} & set(context)
+
+
+def containers_of(rendered: Rendered) -> list[dict[str, Any]]:
+    """Those of all pods."""
+    return [c for pod in rendered.pods for c in (*pod.get("initContainers", []), *pod["containers"])]
 
 
 def test_only_where_it_is_asked_for_anybody_has_a_capability(chart: Charts) -> None:
@@ -146,22 +159,26 @@ def test_every_volume_is_mounted_and_every_mount_has_a_volume(chart: Charts) -> 
     for values in EVERY.values():
         rendered = chart.render(values)
         claimed = [c["metadata"]["name"] for c in rendered.workload["spec"].get("volumeClaimTemplates", [])]
-        volumes = [*(volume["name"] for volume in rendered.pod["volumes"]), *claimed]
-        assert len(volumes) == len(set(volumes))
-        assert set(volumes) == {mount["name"] for c in rendered.containers for mount in c["volumeMounts"]}
-        for container in rendered.containers:
+        for pod in rendered.pods:
+            held = claimed if pod == rendered.pod else []
+            volumes = [*(volume["name"] for volume in pod["volumes"]), *held]
+            assert len(volumes) == len(set(volumes))
+            containers = [*pod.get("initContainers", []), *pod["containers"]]
+            assert set(volumes) == {mount["name"] for c in containers for mount in c["volumeMounts"]}
+        for container in containers_of(rendered):
             places = [mount["mountPath"] for mount in container["volumeMounts"]]
             assert len(places) == len(set(places))
 
 
 @pytest.mark.parametrize("name", ["d", "midstream", LONG, LONG[:-1] + "b"])
-@pytest.mark.parametrize("option", ["two engines", "a store for each pod", "coordination"])
+@pytest.mark.parametrize("option", ["two engines", "a store for each pod", "gateways"])
 def test_names_are_unique_and_short_enough_for_what_is_added_to_them(chart: Charts, option: str, name: str) -> None:
     rendered = chart.render(OPTIONS[option], name=name)
     named = [(document["kind"], document["metadata"]["name"]) for document in rendered.documents]
     assert len(named) == len(set(named))
     # The controller's digest and the pod's own suffix go into labels and host names.
-    assert len(rendered.workload["metadata"]["name"] + "-0123456789-01234") <= 63
+    for workload in filter(None, (rendered.workload, rendered.gateway)):
+        assert len(workload["metadata"]["name"] + "-0123456789-01234") <= 63
     containers = [container["name"] for container in rendered.containers]
     assert len(containers) == len(set(containers))
     for label in (*(name for _, name in named), *containers, *(v["name"] for v in rendered.pod["volumes"])):
@@ -175,11 +192,13 @@ def test_names_are_unique_and_short_enough_for_what_is_added_to_them(chart: Char
 def test_whatever_a_release_is_called_a_service_can_have_its_name(chart: Charts, name: str) -> None:
     rendered = chart.render(name=name[:53].rstrip(".-"))
     found = rendered.one("Service")["metadata"]["name"]
-    assert re.fullmatch(r"[a-z]([-a-z0-9]{0,44}[a-z0-9])?", found)
+    assert re.fullmatch(r"[a-z]([-a-z0-9]{0,36}[a-z0-9])?", found)
     assert rendered.workload["metadata"]["name"] == found
 
 
-@pytest.mark.parametrize("pair", [(LONG, LONG[:-1] + "b"), ("a.b", "a-b"), ("1a", "m-1a"), ("a" * 47, "a" * 46)])
+@pytest.mark.parametrize(
+    "pair", [(LONG, LONG[:-1] + "b"), ("a.b", "a-b"), ("1a", "m-1a"), ("a" * 29 + "b" * 24, "a" * 29 + "c" * 24)]
+)
 def test_two_names_never_become_one(chart: Charts, pair: tuple[str, str]) -> None:
     first, second = (chart.render(name=name).workload["metadata"]["name"] for name in pair)
     assert first != second
@@ -201,14 +220,35 @@ def test_every_selector_finds_the_pods_and_no_more_than_theirs(chart: Charts) ->
 
 def test_the_monitor_finds_one_service_though_there_are_two(chart: Charts) -> None:
     rendered = chart.render({**OPTIONS["a store for each pod"], "serviceMonitor": {"enabled": True}})
-    wanted = rendered.one("ServiceMonitor")["spec"]["selector"]["matchLabels"]
-    found = [s for s in rendered.of("Service") if wanted.items() <= s["metadata"]["labels"].items()]
-    assert [s["metadata"]["name"] for s in found] == ["demo-midstream"]
+    assert scraped(rendered) == ["demo-midstream"]
 
 
-def test_pods_have_names_that_stay_only_where_each_has_a_store_of_its_own(chart: Charts) -> None:
+def test_with_gateways_it_finds_them_and_the_pods_behind_them(chart: Charts) -> None:
+    rendered = chart.render(OPTIONS["gateways"])
+    assert scraped(rendered) == ["demo-midstream", "demo-midstream-pods"]
+    behind = {
+        s["metadata"]["name"]: s["spec"]["selector"]["app.kubernetes.io/component"] for s in rendered.of("Service")
+    }
+    assert behind == {"demo-midstream": "gateway", "demo-midstream-pods": "node"}
+
+
+def scraped(rendered: Rendered) -> list[str]:
+    """The services that the monitor's selector finds."""
+    selector = rendered.one("ServiceMonitor")["spec"]["selector"]
+    [among] = selector["matchExpressions"]
+    assert among["operator"] == "In"
+    return [
+        service["metadata"]["name"]
+        for service in rendered.of("Service")
+        if selector["matchLabels"].items() <= service["metadata"]["labels"].items()
+        and service["metadata"]["labels"].get(among["key"]) in among["values"]
+    ]
+
+
+def test_pods_have_names_that_stay_only_where_a_store_or_a_gateway_needs_them(chart: Charts) -> None:
     assert chart.render().workload["kind"] == "Deployment"
     assert chart.render(OPTIONS["a store that ends with the pod"]).workload["kind"] == "Deployment"
+    assert chart.render(OPTIONS["gateways"]).workload["kind"] == "StatefulSet"
     kept = chart.render(OPTIONS["a store for each pod"])
     assert kept.workload["kind"] == "StatefulSet"
     headless = [s for s in kept.of("Service") if s["spec"].get("clusterIP") == "None"]

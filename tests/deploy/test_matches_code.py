@@ -21,6 +21,7 @@ from midstream.sidecar import api, servants
 from midstream.sidecar.cli_app import app
 from midstream.sidecar.config import Arena, Restore
 from midstream.sidecar.fleet import kubernetes_access, kubernetes_api
+from midstream.sidecar.gateway import daemon as gateway_daemon
 from midstream.sidecar.leaving import HOLDER
 from midstream.sidecar.state_dir import URL
 from midstream.sidecar.workers import Workers
@@ -33,12 +34,20 @@ EVERYTHING = {
     "serviceMonitor": {"enabled": True},
     "networkPolicy": {"enabled": True},
     "store": {"enabled": True},
+    "gateway": {"enabled": True},
+    "fleet": {"secretName": "fleet"},
 }
 
 
 @pytest.fixture(scope="module")
 def rendered(chart: Charts) -> Rendered:
     return chart.render(EVERYTHING)
+
+
+def gateway_of(rendered: Rendered) -> dict[str, Any]:
+    assert rendered.gateway is not None
+    [container] = rendered.gateway["spec"]["template"]["spec"]["containers"]
+    return dict(container)
 
 
 def state_dir(rendered: Rendered) -> Path:
@@ -65,6 +74,10 @@ def test_every_path_that_is_asked_for_is_one_that_the_sidecar_serves(rendered: R
     served = {route.path for route in api.routes(Workers(let_go=lambda _: None), nobody, nobody, nobody)}
     sidecar = rendered.container("midstream")
     probed = {sidecar[probe]["httpGet"]["path"] for probe in ("readinessProbe", "livenessProbe")}
+    gateway = gateway_of(rendered)
+    # Whose routes are its own, with the same names.
+    at_gateway = {gateway[probe]["httpGet"]["path"] for probe in ("startupProbe", "readinessProbe", "livenessProbe")}
+    assert at_gateway <= set(re.findall(r'web\.get\("(\S+)"', inspect.getsource(gateway_daemon)))
     scraped = {endpoint["path"] for endpoint in rendered.one("ServiceMonitor")["spec"]["endpoints"]}
     assert probed | scraped <= served
     # A process that lives but has no worker must not be killed for it, nor get requests.
@@ -82,6 +95,9 @@ def test_everybody_means_the_port_on_which_the_sidecar_listens(rendered: Rendere
     assert {port["targetPort"] for service in rendered.of("Service") for port in service["spec"]["ports"]} == {
         listening
     }
+    gateway = gateway_of(rendered)
+    assert yaml.safe_load(rendered.gateway_settings_file)["listen"]["port"] == listening
+    assert {gateway[p]["httpGet"]["port"] for p in ("startupProbe", "readinessProbe", "livenessProbe")} == {listening}
     [ingress] = rendered.one("NetworkPolicy")["spec"]["ingress"]
     assert [port["port"] for port in ingress["ports"]] == [listening]
     named = {port["name"] for service in rendered.of("Service") for port in service["spec"]["ports"]}
@@ -145,12 +161,14 @@ def test_the_engines_usual_image_is_of_a_tested_version(chart: Charts, kind: str
 def test_the_commands_that_are_run_have_these_words(rendered: Rendered) -> None:
     command = re.search(r"exec (.*)", shell(rendered.container("midstream")))
     assert command is not None
-    [program, verb, flag, file] = shlex.split(command[1])
+    sidecar, gateway = rendered.container("midstream"), gateway_of(rendered)
     root: Any = get_command(app)
-    options = [name for parameter in root.commands[verb].params for name in parameter.opts]
-    assert (program, flag in options) == ("midstream", True)
-    [mount] = [m for m in rendered.container("midstream")["volumeMounts"] if m["name"] == "config"]
-    assert Path(file) == Path(mount["mountPath"]) / next(iter(rendered.one("ConfigMap")["data"]))
+    for container, words in ((sidecar, shlex.split(command[1])), (gateway, gateway["command"])):
+        [program, verb, flag, file] = words
+        options = [name for parameter in root.commands[verb].params for name in parameter.opts]
+        assert (program, flag in options) == ("midstream", True)
+        [mount] = [m for m in container["volumeMounts"] if m["name"] == "config"]
+        assert Path(file) == Path(mount["mountPath"]) / "midstream.yaml"
 
     module = re.search(r"python -m (\S+) --socket (\S+)", shell(rendered.container("holder")))
     assert module is not None

@@ -51,14 +51,14 @@ class Pod:
     def start(self, name: str) -> "subprocess.Popen[bytes]":
         """The container `name`, once its startup probe has passed."""
         container = self._rendered.container(name)
-        process = self._spawn(container["command"])
+        process = self.spawn(container["command"])
         probe = [self._here(word) for word in container["startupProbe"]["exec"]["command"]]
         until(lambda: subprocess.run(probe, env=self.environ, check=False).returncode == 0)
         return process
 
     def ends(self, name: str) -> "subprocess.Popen[bytes]":
         """Run the preStop hook of a container, as the kubelet does."""
-        return self._spawn(self._rendered.container(name)["lifecycle"]["preStop"]["exec"]["command"])
+        return self.spawn(self._rendered.container(name)["lifecycle"]["preStop"]["exec"]["command"])
 
     def engine_environ(self) -> dict[str, str]:
         """What the engine's processes have."""
@@ -80,7 +80,8 @@ class Pod:
         for process in reversed(self._started):
             kill_container(process)
 
-    def _spawn(self, command: list[str]) -> "subprocess.Popen[bytes]":
+    def spawn(self, command: list[str]) -> "subprocess.Popen[bytes]":
+        """The first process of a container."""
         # Their clocks tick faster, but for the sidecar's own.
         words = [
             self._here(word).replace("sleep 1\n", "sleep 0.05\n").replace("sleep 5 ", "sleep 0.5 ") for word in command
@@ -219,6 +220,53 @@ def test_at_the_end_of_a_pod_the_sidecar_goes_first_and_the_engines_wait_for_it(
     assert not (pod.folder / "state" / "url").exists()
     # It ends what it has to end by itself, whenever its SIGTERM comes.
     assert sidecar.wait(30) == 0
+
+
+async def test_a_gateway_finds_the_pod_and_is_believed(chart: Charts, tmp_path: Path) -> None:
+    port, gateway_port = free_port(), free_port()
+    values = {
+        "sidecar": {"port": port},
+        "engine": {"port": free_port()},
+        "gateway": {"enabled": True},
+        "fleet": {"secretName": "fleet"},
+        "config": {"arena": {"slot_count": 4, "page_count": 16}, "gateway": {"poll_s": 0.1}},
+    }
+    rendered = chart.render(values)
+    pod = Pod(rendered, tmp_path, port, values["engine"]["port"])
+    try:
+        secret = tmp_path / "etc" / "midstream-fleet" / "secret"
+        secret.parent.mkdir()
+        secret.write_text("0123456789abcdef" * 4)
+        secret.chmod(0o440)
+        await asyncio.to_thread(pod.start, "holder")
+        await asyncio.to_thread(pod.start, "midstream")
+        file = tmp_path / "gateway.yaml"
+        # A name of the cluster's, for which there is none here; both would listen on one port.
+        node = f"{rendered.workload['metadata']['name']}-0.{rendered.workload['spec']['serviceName']}"
+        text = rendered.gateway_settings_file.replace(node, "127.0.0.1").replace(
+            f"port: {port}", f"port: {gateway_port}"
+        )
+        file.write_text(text.replace("/etc/midstream", f"{tmp_path}/etc/midstream").replace("0.0.0.0", "127.0.0.1"))
+        command = gateway_command(rendered)
+        await asyncio.to_thread(pod.spawn, [*command[:-1], str(file)])
+
+        def nodes() -> list[str]:
+            with suppress(urllib.error.URLError):
+                address = f"http://127.0.0.1:{gateway_port}/midstream/v1/status"
+                with urllib.request.urlopen(address, timeout=5) as answer:
+                    return [node["readiness"] for node in json.load(answer)["nodes"]]
+            return []
+
+        # It has answered a request that only the fleet may make; no engine of it is there.
+        await asyncio.to_thread(until, lambda: nodes() == ["not-ready"])
+    finally:
+        pod.close()
+
+
+def gateway_command(rendered: Rendered) -> list[str]:
+    assert rendered.gateway is not None
+    [container] = rendered.gateway["spec"]["template"]["spec"]["containers"]
+    return list(container["command"])
 
 
 async def slow_answer(request: web.Request) -> web.StreamResponse:

@@ -48,9 +48,20 @@ class Rendered:
 
     @property
     def workload(self) -> dict[str, Any]:
-        """What makes the pods."""
-        [found] = [*self.of("Deployment"), *self.of("StatefulSet")]
+        """What makes the pods with engines."""
+        [found] = [w for w in (*self.of("Deployment"), *self.of("StatefulSet")) if w is not self.gateway]
         return found
+
+    @property
+    def gateway(self) -> dict[str, Any] | None:
+        """What makes the gateways, if there are any."""
+        return next((d for d in self.of("Deployment") if d["metadata"]["name"].endswith("-gateway")), None)
+
+    @property
+    def pods(self) -> list[dict[str, Any]]:
+        """What is in the pods of each kind."""
+        makers = filter(None, (self.workload, self.gateway))
+        return [maker["spec"]["template"]["spec"] for maker in makers]
 
     @property
     def pod(self) -> dict[str, Any]:
@@ -74,8 +85,20 @@ class Rendered:
 
     @property
     def settings_file(self) -> str:
-        """The text of midstream.yaml."""
-        return str(self.one("ConfigMap")["data"]["midstream.yaml"])
+        """The text of midstream.yaml, in the pods with engines."""
+        return self._file_of(self.workload)
+
+    @property
+    def gateway_settings_file(self) -> str:
+        """The same, in the gateways."""
+        assert self.gateway is not None
+        return self._file_of(self.gateway)
+
+    def _file_of(self, workload: dict[str, Any]) -> str:
+        volumes = workload["spec"]["template"]["spec"]["volumes"]
+        [name] = [volume["configMap"]["name"] for volume in volumes if volume["name"] == "config"]
+        [held] = [document for document in self.of("ConfigMap") if document["metadata"]["name"] == name]
+        return str(held["data"]["midstream.yaml"])
 
 
 class Charts:

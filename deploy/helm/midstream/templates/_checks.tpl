@@ -33,6 +33,12 @@
 {{- if and (eq .Values.fleet.coordination "kubernetes") (not .Values.serviceAccount.create) (not .Values.serviceAccount.name) -}}
 {{- fail "fleet.coordination is kubernetes and there is no service account to give its role to; set serviceAccount.create or serviceAccount.name" -}}
 {{- end -}}
+{{- if and .Values.gateway.enabled (not .Values.fleet.secretName) -}}
+{{- fail "gateway.enabled needs the secret of the fleet, by which nodes know their gateways: make one (kubectl create secret generic NAME --from-literal=secret=\"$(openssl rand -hex 32)\") and name it in fleet.secretName" -}}
+{{- end -}}
+{{- if and .Values.gateway.enabled (lt (int64 .Values.replicas) 1) -}}
+{{- fail "gateway.enabled and replicas is 0: a gateway needs nodes; raise replicas" -}}
+{{- end -}}
 {{- if gt (add (int64 .Values.engine.port) (int64 .Values.engine.count)) 65536 -}}
 {{- fail "engine.port is too high for so many engines; lower it" -}}
 {{- end -}}

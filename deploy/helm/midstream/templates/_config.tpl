@@ -14,11 +14,37 @@
       "workers" $workers
       "listen" (dict "host" .Values.sidecar.listenHost "port" (int64 .Values.sidecar.port))
       "supervise" (dict "stop_timeout_s" (int64 .Values.drain.deadlineSeconds)) -}}
+{{- $ours = mustMergeOverwrite $ours (include "midstream.fleetConfig" . | fromYaml) -}}
 {{- if .Values.store.enabled -}}
 {{- /* What a folder has beyond its snapshots (names, half-written files) needs room, too. */ -}}
 {{- $bytes := div (mul (int64 .Values.store.sizeGiB) 1073741824 9) 10 -}}
 {{- $ours = set $ours "store" (dict "dir" "/var/lib/midstream/store" "bytes_max" $bytes) -}}
 {{- end -}}
+{{- $usual := dict "log" (dict "format" "json") -}}
+{{- toYaml (mustMergeOverwrite $usual (deepCopy .Values.config) $ours) -}}
+{{- end -}}
+
+{{/* What nodes and gateways of a release have in common. */}}
+{{- define "midstream.fleetConfig" -}}
+{{- $fleet := dict "coordination" .Values.fleet.coordination "group" (default (include "midstream.fullname" .) .Values.fleet.group) -}}
+{{- if .Values.fleet.secretName -}}
+{{- $fleet = set $fleet "secret_file" "/etc/midstream-fleet/secret" -}}
+{{- end -}}
+{{- toYaml (dict "fleet" $fleet) -}}
+{{- end -}}
+
+{{/* The gateways' file: the same settings, and the nodes by the names that their pods have. */}}
+{{- define "midstream.gatewayConfig" -}}
+{{- $full := include "midstream.fullname" . -}}
+{{- $nodes := list -}}
+{{- range $index := until (int .Values.replicas) -}}
+{{- $nodes = append $nodes (printf "%s-%d=http://%s-%d.%s-pods:%d" $full $index $full $index $full (int64 $.Values.sidecar.port)) -}}
+{{- end -}}
+{{- $ours := dict
+      "listen" (dict "host" .Values.sidecar.listenHost "port" (int64 .Values.sidecar.port))
+      "gateway" (dict "nodes" (join "," $nodes))
+      "supervise" (dict "stop_timeout_s" (int64 .Values.drain.deadlineSeconds)) -}}
+{{- $ours = mustMergeOverwrite $ours (include "midstream.fleetConfig" . | fromYaml) -}}
 {{- $usual := dict "log" (dict "format" "json") -}}
 {{- toYaml (mustMergeOverwrite $usual (deepCopy .Values.config) $ours) -}}
 {{- end -}}

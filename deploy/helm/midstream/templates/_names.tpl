@@ -5,8 +5,8 @@
 {{- end -}}
 
 {{/*
-A name that a service may have: letters, digits and dashes, a letter first, at most 46 characters, for a Deployment adds
-up to 17 to it. Whatever had to be changed for that keeps a digest of what it was, so that two names never become one.
+A name that a service may have: letters, digits and dashes, a letter first, at most 38 characters: this chart adds up to 8
+to it and a Deployment 17. Whatever had to be changed for that keeps a digest of what it was, so that two names never become one.
 */}}
 {{- define "midstream.fullname" -}}
 {{- $name := include "midstream.name" . -}}
@@ -16,8 +16,8 @@ up to 17 to it. Whatever had to be changed for that keeps a digest of what it wa
 {{- if regexMatch "^[0-9]" $safe -}}
 {{- $safe = printf "m-%s" $safe -}}
 {{- end -}}
-{{- if or (ne $safe $full) (gt (len $safe) 46) -}}
-{{- printf "%s-%s" ($safe | trunc 37 | trimSuffix "-") (sha256sum $full | trunc 8) -}}
+{{- if or (ne $safe $full) (gt (len $safe) 38) -}}
+{{- printf "%s-%s" ($safe | trunc 29 | trimSuffix "-") (sha256sum $full | trunc 8) -}}
 {{- else -}}
 {{- $safe -}}
 {{- end -}}
@@ -34,6 +34,21 @@ up to 17 to it. Whatever had to be changed for that keeps a digest of what it wa
 {{- define "midstream.selector" -}}
 app.kubernetes.io/name: {{ include "midstream.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "midstream.nodeSelector" -}}
+{{ include "midstream.selector" . }}
+app.kubernetes.io/component: node
+{{- end -}}
+
+{{- define "midstream.gatewaySelector" -}}
+{{ include "midstream.selector" . }}
+app.kubernetes.io/component: gateway
+{{- end -}}
+
+{{/* A store of its own for each pod, or gateways that know pods by their names, need names that stay. */}}
+{{- define "midstream.namesStay" -}}
+{{- if or .Values.gateway.enabled (and .Values.store.enabled .Values.store.persistent) -}}true{{- end -}}
 {{- end -}}
 
 {{- define "midstream.labels" -}}

@@ -4,6 +4,7 @@
 metadata:
   labels:
     {{- include "midstream.labels" . | nindent 4 }}
+    app.kubernetes.io/component: node
     {{- with .Values.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -26,25 +27,7 @@ spec:
   {{- if and .Values.gpu.enabled .Values.gpu.runtimeClassName }}
   runtimeClassName: {{ .Values.gpu.runtimeClassName }}
   {{- end }}
-  {{- with .Values.priorityClassName }}
-  priorityClassName: {{ . }}
-  {{- end }}
-  {{- with .Values.imagePullSecrets }}
-  imagePullSecrets:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
-  securityContext:
-    runAsNonRoot: true
-    {{- if not (kindIs "invalid" .Values.podSecurity.user) }}
-    runAsUser: {{ int64 .Values.podSecurity.user }}
-    {{- end }}
-    {{- if not (kindIs "invalid" .Values.podSecurity.group) }}
-    runAsGroup: {{ int64 .Values.podSecurity.group }}
-    fsGroup: {{ int64 .Values.podSecurity.group }}
-    fsGroupChangePolicy: OnRootMismatch
-    {{- end }}
-    seccompProfile:
-      type: RuntimeDefault
+  {{- include "midstream.everyPod" . | nindent 2 }}
   initContainers:
     {{- include "midstream.holderContainer" . | nindent 4 }}
     {{- include "midstream.sidecarContainer" . | nindent 4 }}
@@ -76,6 +59,29 @@ spec:
   topologySpreadConstraints:
     {{- toYaml . | nindent 4 }}
   {{- end }}
+{{- end -}}
+
+{{/* What holds for nodes and gateways. */}}
+{{- define "midstream.everyPod" -}}
+{{- with .Values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext:
+  runAsNonRoot: true
+  {{- if not (kindIs "invalid" .Values.podSecurity.user) }}
+  runAsUser: {{ int64 .Values.podSecurity.user }}
+  {{- end }}
+  {{- if not (kindIs "invalid" .Values.podSecurity.group) }}
+  runAsGroup: {{ int64 .Values.podSecurity.group }}
+  fsGroup: {{ int64 .Values.podSecurity.group }}
+  fsGroupChangePolicy: OnRootMismatch
+  {{- end }}
+  seccompProfile:
+    type: RuntimeDefault
 {{- end -}}
 
 {{- define "midstream.volumes" -}}
@@ -114,6 +120,24 @@ spec:
   emptyDir:
     sizeLimit: {{ int64 .Values.store.sizeGiB }}Gi
 {{- end }}
+{{- include "midstream.fleetVolumes" . }}
+{{- with .Values.volumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* What nodes and gateways prove themselves with, to each other and to the API. */}}
+{{- define "midstream.fleetVolumes" -}}
+{{- if .Values.fleet.secretName }}
+- name: fleet-secret
+  secret:
+    secretName: {{ .Values.fleet.secretName }}
+    # r--r-----, for the pod's group: midstream takes no secret that everybody may read. Not every YAML has octals.
+    defaultMode: 288
+    items:
+      - key: {{ .Values.fleet.secretKey }}
+        path: secret
+{{- end }}
 {{- if eq .Values.fleet.coordination "kubernetes" }}
 - name: token
   projected:
@@ -131,7 +155,17 @@ spec:
             - path: namespace
               fieldRef: {fieldPath: metadata.namespace}
 {{- end }}
-{{- with .Values.volumes }}
-{{ toYaml . }}
+{{- end -}}
+
+{{- define "midstream.fleetMounts" -}}
+{{- if .Values.fleet.secretName }}
+- name: fleet-secret
+  mountPath: /etc/midstream-fleet
+  readOnly: true
+{{- end }}
+{{- if eq .Values.fleet.coordination "kubernetes" }}
+- name: token
+  mountPath: /var/run/secrets/kubernetes.io/serviceaccount
+  readOnly: true
 {{- end }}
 {{- end -}}

@@ -65,17 +65,6 @@ capabilities:
     - name: NVIDIA_DRIVER_CAPABILITIES
       value: compute,utility
     {{- end }}
-    {{- if eq .Values.fleet.coordination "kubernetes" }}
-    - name: POD_NAME
-      valueFrom:
-        fieldRef: {fieldPath: metadata.name}
-    - name: POD_NAMESPACE
-      valueFrom:
-        fieldRef: {fieldPath: metadata.namespace}
-    - name: POD_IP
-      valueFrom:
-        fieldRef: {fieldPath: status.podIP}
-    {{- end }}
     {{- with .Values.sidecar.env }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -137,10 +126,9 @@ capabilities:
     - name: store
       mountPath: /var/lib/midstream
     {{- end }}
-    {{- if eq .Values.fleet.coordination "kubernetes" }}
-    - name: token
-      mountPath: /var/run/secrets/kubernetes.io/serviceaccount
-      readOnly: true
+    {{- include "midstream.fleetMounts" . | nindent 4 }}
+    {{- with .Values.sidecar.volumeMounts }}
+    {{- toYaml . | nindent 4 }}
     {{- end }}
 {{- end -}}
 

@@ -37,6 +37,11 @@
 {{- add (int64 .Values.drain.delaySeconds) (int64 .Values.drain.deadlineSeconds) (int64 (include "midstream.sidecarEndSeconds" .)) -}}
 {{- end -}}
 
+{{/* A gateway has no engine that would have to wait for it. */}}
+{{- define "midstream.gatewayGrace" -}}
+{{- include "midstream.drainedSeconds" . -}}
+{{- end -}}
+
 {{- define "midstream.graceNeeded" -}}
 {{- add (int64 (include "midstream.drainedSeconds" .)) (int64 .Values.engine.stopSeconds) -}}
 {{- end -}}
