@@ -22,14 +22,17 @@ class Tier(StrEnum):
     IN_PLACE = "in-place"
     MEMORY = "memory"
     DISK = "disk"
+    REPLICA = "replica"
     JOURNAL = "journal"
     NONE = "none"
 
 
 RANKS_BEHIND = "its ranks had not committed the same step"
-KV_TIERS = frozenset({Tier.HELD, Tier.IN_PLACE, Tier.MEMORY, Tier.DISK})
+KV_TIERS = frozenset({Tier.HELD, Tier.IN_PLACE, Tier.MEMORY, Tier.DISK, Tier.REPLICA})
 # What disk must cover beyond memory to be preferred: reading it takes longer than to decode so many tokens.
 DISK_AHEAD_TOKENS = 64
+# The same of a store elsewhere, beside what there is here.
+REPLICA_AHEAD_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class Account:
 
     `journal` are the journaled outputs, `delivered` those that the client has. `held_kv`: the pool of its last epoch is
     still held and its blocks are still its own. `kept_kv_len`: positions that are kept in memory, 0 for none;
-    `stored_kv_len`: those that a snapshot on disk covers.
+    `stored_kv_len`: those that a snapshot on disk covers; `replica_kv_len`: those of one in a store elsewhere.
     `held_outputs`: with how many outputs it can go on from that pool, None for all; fewer than were journaled, or none,
     where the ranks of its engine had not all committed the newest ones.
     """
@@ -56,6 +59,7 @@ class Account:
     key: CompatibilityKey | None
     held_outputs: int | None = None
     kept_kv_len: int = 0
+    replica_kv_len: int = 0
     # The client has text of which nobody sees the ids.
     has_unseen: bool = False
     # Whoever replays the outputs finds the stop string that has ended them.
@@ -98,12 +102,13 @@ class Plan:
         return _WORDS.get(self.tier, KvSource.NONE)
 
 
-# An engine waits for what is kept in memory just as it does for what is stored.
+# An engine waits for what is kept in memory, or elsewhere, just as it does for what is stored.
 _WORDS = {
     Tier.HELD: KvSource.HELD,
     Tier.IN_PLACE: KvSource.IN_PLACE,
     Tier.MEMORY: KvSource.DISK,
     Tier.DISK: KvSource.DISK,
+    Tier.REPLICA: KvSource.DISK,
 }
 
 
@@ -167,7 +172,8 @@ def has_any_kv(account: Account, tiers: frozenset[Tier]) -> bool:
     """Whether there is KV that a worker might use, be it one that is still coming."""
     held = account.held_kv and not tiers.isdisjoint((Tier.HELD, Tier.IN_PLACE))
     kept = account.kept_kv_len > 0 and Tier.MEMORY in tiers
-    return held or kept or (account.stored_kv_len > 0 and Tier.DISK in tiers)
+    stored = account.stored_kv_len > 0 and Tier.DISK in tiers
+    return held or kept or stored or (account.replica_kv_len > 0 and Tier.REPLICA in tiers)
 
 
 def is_good_enough(chosen: Plan) -> bool:
@@ -175,6 +181,12 @@ def is_good_enough(chosen: Plan) -> bool:
     if chosen.tier is Tier.MEMORY:
         return len(chosen.expected) - len(chosen.outputs) <= DISK_AHEAD_TOKENS
     return chosen.tier in (Tier.HELD, Tier.IN_PLACE) or bool(chosen.finish)
+
+
+def is_near_enough(chosen: Plan) -> bool:
+    """Whether nothing elsewhere could be better: nobody asks the network then."""
+    behind = len(chosen.expected) - len(chosen.outputs)
+    return is_good_enough(chosen) or (chosen.tier in KV_TIERS and behind <= REPLICA_AHEAD_TOKENS)
 
 
 def others_first(candidates: Sequence[Candidate], account: Account) -> list[Candidate]:
@@ -227,12 +239,16 @@ def _from_copy(
     candidates: Sequence[Candidate],
     tiers: frozenset[Tier],
 ) -> Plan | None:
-    """From memory, or from disk where that goes so much further that it is worth the time."""
+    """From memory; or from disk, or from elsewhere, where that goes so much further that it is worth the time."""
     fitting = matching(account.key, candidates)
     kept = _covered(account, cut, account.kept_kv_len) if Tier.MEMORY in tiers else 0
     stored = _covered(account, cut, account.stored_kv_len) if Tier.DISK in tiers else 0
-    if not fitting or max(kept, stored) < 1:
+    replica = _covered(account, cut, account.replica_kv_len) if Tier.REPLICA in tiers else 0
+    near = max(kept, stored)
+    if not fitting or max(near, replica) < 1:
         return None
+    if near < 1 or near + REPLICA_AHEAD_TOKENS < replica:
+        return Plan(_roomiest(fitting), Tier.REPLICA, cut[:replica], outputs)
     if kept >= 1 and kept + DISK_AHEAD_TOKENS >= stored:
         return Plan(_roomiest(fitting), Tier.MEMORY, cut[:kept], outputs)
     return Plan(_roomiest(fitting), Tier.DISK, cut[:stored], outputs)
@@ -274,7 +290,7 @@ def _why_no_kv(account: Account, candidates: Sequence[Candidate]) -> str:
         return "the old worker said nothing of its key"
     if account.held_outputs is not None and account.held_outputs < 1:
         return RANKS_BEHIND
-    if not account.held_kv and account.stored_kv_len == account.kept_kv_len == 0:
+    if not account.held_kv and account.stored_kv_len == account.kept_kv_len == account.replica_kv_len == 0:
         return "no KV is left of it"
     differing = {name for c in candidates if c.key is not None for name in account.key.difference(c.key)}
     return f"keys differ in {', '.join(sorted(differing))}" if differing else "no KV is left of it"

@@ -141,11 +141,11 @@ class Restore(_Part, frozen=True):
     tiers: Annotated[
         str,
         Meta(
-            pattern="^(none|(in-place|held|memory|disk)(,(in-place|held|memory|disk))*)$",
-            title="some of in-place,held,memory,disk with commas between, or none",
+            pattern="^(none|(in-place|held|memory|disk|replica)(,(in-place|held|memory|disk|replica))*)$",
+            title="some of in-place,held,memory,disk,replica with commas between, or none",
             description="Where KV may come from; without one of them a session is recomputed.",
         ),
-    ] = "in-place,held,memory,disk"
+    ] = "in-place,held,memory,disk,replica"
 
 
 class Supervise(_Part, frozen=True):
@@ -213,6 +213,42 @@ class Fleet(_Part, frozen=True):
     kubernetes_context: Annotated[str, Meta(description="Context of that file; empty: its current one.")] = ""
 
 
+class Replicas(_Part, frozen=True):
+    """Snapshots in stores that are not this node's, and others' in its memory (docs/fleet.md)."""
+
+    to: Annotated[
+        str,
+        Meta(
+            pattern="^[^ ]*$",
+            title="one or two URLs with a comma between",
+            description="Where this node's snapshots go: peer://HOST:PORT, mooncake://HOST:PORT, s3://BUCKET/PREFIX.",
+        ),
+    ] = ""
+    bandwidth: Annotated[
+        int, Meta(ge=1 << 10, le=1 << 44, description="Bytes a second that sending them may take of the network.")
+    ] = 125_000_000
+    bytes_max: Annotated[
+        int, Meta(ge=1 << 20, le=1 << 50, description="Space for them in each of mooncake and s3.")
+    ] = 64 << 30
+    memory_bytes: Annotated[
+        int, Meta(ge=0, le=1 << 44, description="Host memory for other nodes' snapshots; 0 keeps none.")
+    ] = 0
+    listen: Annotated[
+        str,
+        Meta(
+            pattern="^([^ ]+:[0-9]{1,5})?$",
+            title="HOST:PORT, or nothing",
+            description="Where other nodes bring theirs and take them; beyond loopback with certificates alone.",
+        ),
+    ] = ""
+    tls_cert: Annotated[str, Meta(description="File with the certificate that this node shows others.")] = ""
+    tls_key: Annotated[str, Meta(description="File with the key of that certificate.")] = ""
+    tls_ca: Annotated[str, Meta(description="File with the authority of other nodes' certificates.")] = ""
+    mooncake_python: Annotated[
+        str, Meta(description="Interpreter that has Mooncake installed; empty: the one that runs this.")
+    ] = ""
+
+
 class Gateway(_Part, frozen=True):
     """How a gateway looks after its nodes (`midstream gateway`)."""
 
@@ -261,6 +297,7 @@ class Settings(_Part, frozen=True):
     supervise: Supervise = Supervise()
     fleet: Fleet = Fleet()
     gateway: Gateway = Gateway()
+    replicas: Replicas = Replicas()
     log: Log = Log()
 
     def replace(self, **changes: object) -> "Settings":

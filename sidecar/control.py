@@ -72,8 +72,8 @@ class Control:
         """Have a session go on elsewhere."""
         order = msgspec.json.decode(await request.read() or b"{}", type=MoveOrder)
         tier = order.tier if order.tier is not None else Tier.HELD
-        if tier not in (Tier.HELD, Tier.MEMORY, Tier.DISK, Tier.JOURNAL):
-            raise ValueError(f"tier is {tier.value!r}; give held, memory, disk or journal")
+        if tier not in (Tier.HELD, Tier.MEMORY, Tier.DISK, Tier.REPLICA, Tier.JOURNAL):
+            raise ValueError(f"tier is {tier.value!r}; give held, memory, disk, replica or journal")
         if order.at is not None and order.at < 1:
             raise ValueError(f"at is {order.at}; a session can be moved after its first token")
         journal = await self._operators.move(session, tier, order.at or 1)

@@ -22,7 +22,7 @@ from ..session.ids import SessionId
 from ..session.marker import Marker
 from ..session.tracker import SessionState, Tracker
 from .choice import Tier
-from .kv_restores import KeepsInMemory, KvRestores, Mover
+from .kv_restores import KeepsInMemory, KvRestores, Mover, ReadsElsewhere
 from .metrics import Metrics
 from .operators import Operators
 from .past import Past, PastSessions
@@ -60,6 +60,7 @@ class SidecarCoordinator:
         *,
         stores: bool = False,
         memory: KeepsInMemory | None = None,
+        replicas: ReadsElsewhere | None = None,
         suspect: Callable[[str, int, Reason], None] = lambda worker, epoch, reason: None,
     ) -> None:
         self._workers = workers
@@ -69,6 +70,7 @@ class SidecarCoordinator:
             stores=stores and Tier.DISK in settings.tiers,
             load_timeout_s=settings.load_timeout_s,
             memory=memory if Tier.MEMORY in settings.tiers else None,
+            replicas=replicas if Tier.REPLICA in settings.tiers else None,
         )
         self._metrics = metrics
         self._settling = Settling(workers, metrics, patience_s=2 * settings.load_timeout_s)

@@ -44,6 +44,8 @@ from .mover.client import MoverClient
 from .mover.memory_map import NAME as MEMORY
 from .processes import send
 from .proxy_settings import proxy_settings
+from .replicas import keeper as replicas
+from .replicas.keeper import ReplicasKeeper
 from .servants import HolderKeeper, MoverKeeper
 from .state_dir import owned_state_dir, reachable_url, told_url
 from .supervise import Policy, WorkerState
@@ -80,6 +82,7 @@ class _Daemon:
         self._stopping = asyncio.Event()
         self._checking: set[tuple[str, int]] = set()
         self._holder = HolderKeeper(self._state / "holder.sock", on_restart=self._metrics.holder_restarts.inc)
+        self._replicas = self._replicas_keeper()
         self._mover = MoverKeeper(self._mover_command(), self._state / "mover.sock", on_start=self._watch_again)
         self._mover_client = MoverClient(self._state / "mover.sock")
         self._mover_status: dict[str, Any] | None = None
@@ -95,6 +98,7 @@ class _Daemon:
             suspect=self._suspect,
             stores=settings.store.dir is not None,
             memory=self._mover_client if self._keeps_in_memory else None,
+            replicas=self._mover_client if self._replicas is not None else None,
         )
 
     # ---- life
@@ -116,10 +120,14 @@ class _Daemon:
             self._clear_leftovers()
             await self._mover.ensure()
             stack.callback(self._mover.stop)
+            if self._replicas is not None:
+                stack.callback(self._replicas.stop)
             stack.push_async_callback(self._end_tasks)
             self._spawn(self._holder.keep(), "holder")
             self._spawn(self._mover.keep(), "mover")
             self._spawn(self._follow_status(), "status")
+            if self._replicas is not None:
+                self._spawn(self._replicas.keep(), "replicas")
             runner = await self._serve(listener)
             stack.push_async_callback(runner.cleanup)
             control = Control(self._coordinator, proxy_settings(self._settings, self._adapter))
@@ -408,7 +416,15 @@ class _Daemon:
                 "--memory-bytes", str(memory.bytes), "--memory-bytes-per-s", str(memory.bandwidth),
                 "--memory-tail-tokens", str(tail),
             ]  # fmt: skip
+        if self._replicas is not None:
+            command += ["--replicas", str(self._replicas.socket)]
         return command
+
+    def _replicas_keeper(self) -> ReplicasKeeper | None:
+        if not replicas.is_wanted(self._settings.replicas):
+            return None
+        words = replicas.command(self._settings.replicas, self._settings.fleet, self._state, self._settings.store.dir)
+        return ReplicasKeeper(words, self._state / replicas.SOCKET)
 
     def _watch_again(self) -> None:
         """A new mover knows nothing yet."""
@@ -424,6 +440,8 @@ class _Daemon:
             except MidstreamError:
                 self._mover_status = None
             self._metrics.set_mover(self._mover_status)
+            if self._replicas is not None:
+                self._metrics.set_replicas(await self._replicas.status())
             for name, supervised in self._supervised.items():
                 self._workers.get(name).pid = supervised.pid
             await asyncio.sleep(STATUS_EVERY_S)

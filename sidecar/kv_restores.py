@@ -25,6 +25,8 @@ _LOG = logging.getLogger("midstream.coordinator")
 T = TypeVar("T")
 
 ASK_AGAIN_S = 0.1
+# A network that does not say what is elsewhere is not waited for longer: the session can be computed meanwhile.
+REPLICA_ASK_S = 3.0
 # The field of a compatibility key that only engines on a GPU fill in.
 _GPU_FIELD = "cuda_runtime"
 
@@ -93,8 +95,33 @@ class KeepsInMemory(Protocol):
         ...
 
 
+class ReadsElsewhere(Protocol):
+    """A mover that is told of snapshots in stores elsewhere."""
+
+    async def replicated(self, session: SessionId) -> StoredResult:
+        """What a restore from there would begin with."""
+        ...
+
+    async def restore(
+        self,
+        session: SessionId,
+        *,
+        origin: SessionId,
+        source: tuple[Path, int] | None,
+        to_arena: Path,
+        to_generation: int,
+        deadline_s: float,
+        from_replica: bool,
+    ) -> RestoreResult:
+        """As `Mover.restore`; `from_replica` instead of from the store."""
+        ...
+
+
 class KvRestores:
-    """The mover as the coordinator uses it. `memory`: the same mover, if it keeps KV in memory."""
+    """The mover as the coordinator uses it.
+
+    `memory`, `replicas`: the same mover, if it keeps KV in memory, or is told of snapshots elsewhere.
+    """
 
     def __init__(
         self,
@@ -104,9 +131,11 @@ class KvRestores:
         stores: bool,
         load_timeout_s: float,
         memory: KeepsInMemory | None = None,
+        replicas: ReadsElsewhere | None = None,
     ) -> None:
         self._mover = mover
         self._memory = memory
+        self._replicas = replicas
         self._metrics = metrics
         self.stores = stores
         self._load_timeout_s = load_timeout_s
@@ -116,7 +145,7 @@ class KvRestores:
         source, target = record.source, record.owner
         assert target.epoch.arena_path is not None
         from_arena = None
-        if tier not in (Tier.MEMORY, Tier.DISK):
+        if tier not in (Tier.MEMORY, Tier.DISK, Tier.REPLICA):
             assert source.epoch.arena_path is not None
             from_arena = (source.epoch.arena_path, source.generation)
         deadline = time.monotonic() + self._load_timeout_s
@@ -132,6 +161,8 @@ class KvRestores:
             try:
                 if tier is Tier.MEMORY and self._memory is not None:
                     result = await self._memory.restore(record.facts.session, **asked, from_memory=True)
+                elif tier is Tier.REPLICA and self._replicas is not None:
+                    result = await self._replicas.restore(record.facts.session, **asked, from_replica=True)
                 else:
                     result = await self._mover.restore(record.facts.session, **asked)
             except MoverError as error:
@@ -175,6 +206,19 @@ class KvRestores:
             found = await self._mover.stored(record.source.session)
         except MoverError as error:
             _LOG.warning("event=stored session=%s error=%s", record.facts.session, error)
+            return None
+        return found if found.found else None
+
+    async def replicated(self, record: Record) -> StoredResult | None:
+        """The snapshot elsewhere that a restore would use, or None."""
+        if self._replicas is None:
+            return None
+        try:
+            async with asyncio.timeout(REPLICA_ASK_S):
+                found = await self._replicas.replicated(record.source.session)
+        except (MoverError, TimeoutError) as error:
+            why = str(error) or f"no answer within {REPLICA_ASK_S:g} s"
+            _LOG.warning("event=replicated session=%s error=%s", record.facts.session, why)
             return None
         return found if found.found else None
 

@@ -15,7 +15,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _GAPS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _RESTORES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _LAGS_TOKENS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-_MOVER_FIELDS_MAX = 96
+_STATUS_FIELDS_MAX = 96
 
 
 class Metrics:
@@ -25,8 +25,10 @@ class Metrics:
         # A second series for each counter, which says when it was made, is of no use here.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
-        self._mover = _MoverStatus()
-        self.registry.register(self._mover)
+        self._mover = _Status("mover")
+        self._replicas = _Status("replicas")
+        for status in (self._mover, self._replicas):
+            self.registry.register(status)
         registry = self.registry
         self.failovers = Counter(
             "midstream_failovers",
@@ -133,6 +135,11 @@ class Metrics:
         """The mover's own figures as it reported them last; None when it does not answer."""
         self._mover.status = status
 
+    def set_replicas(self, status: Mapping[str, Any] | None) -> None:
+        """The replica process's own figures as it reported them last; None when it does not answer."""
+        self._replicas.is_asked = True
+        self._replicas.status = status
+
     def request(self, path: str, kind: str, code: int) -> None:
         """Count one answered request; `path` is a route, never what the client wrote."""
         self.requests.labels(path, kind, str(code)).inc()
@@ -142,17 +149,22 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class _MoverStatus(Collector):
-    """Copies each number of the mover's status to a gauge `midstream_mover_<name>`."""
+class _Status(Collector):
+    """Copies each number of a process's status to a gauge `midstream_<process>_<name>`."""
 
-    def __init__(self) -> None:
+    def __init__(self, process: str) -> None:
+        self._process = process
         self.status: Mapping[str, Any] | None = None
+        # Every sidecar has a mover, and few have more.
+        self.is_asked = process == "mover"
 
     def collect(self) -> Iterable[Metric]:
-        up = 0 if self.status is None else 1
-        yield GaugeMetricFamily("midstream_mover_up", "Whether the mover answers.", value=up)
-        for name, value in sorted(_numbers(self.status or {}).items())[:_MOVER_FIELDS_MAX]:
-            yield GaugeMetricFamily(f"midstream_mover_{name}", f"`{name}` of the mover's status.", value=value)
+        if not self.is_asked:
+            return
+        process, up = self._process, 0 if self.status is None else 1
+        yield GaugeMetricFamily(f"midstream_{process}_up", f"Whether the {process} process answers.", value=up)
+        for name, value in sorted(_numbers(self.status or {}).items())[:_STATUS_FIELDS_MAX]:
+            yield GaugeMetricFamily(f"midstream_{process}_{name}", f"`{name}` of its status.", value=value)
 
     def describe(self) -> Iterable[Metric]:
         return []

@@ -60,12 +60,14 @@ class Operators:
         if tier is Tier.JOURNAL and record.demands_exact:
             raise Refused(
                 NOT_EXACT, f"session {session} must go on exactly, and from its journal it would be computed again; "
-                "give --tier held, memory or disk",
+                "give --tier held, memory, disk or replica",
             )  # fmt: skip
         if tier is Tier.DISK and not await self._kv.stored(record):
             raise Refused("no_snapshot", f"session {session}: nothing of it is stored; take a snapshot first")
         if tier is Tier.MEMORY and not await self._kv.kept(record):
             raise Refused("not_kept", f"session {session}: nothing of it is kept in memory; see tier1.bytes")
+        if tier is Tier.REPLICA and not await self._kv.replicated(record):
+            raise Refused("not_replicated", f"session {session}: nothing of it is elsewhere; see replicas.to")
         deadline = time.monotonic() + WAIT_S
         while (count := len(record.owner.journaled())) < at:
             if session not in self._records:
@@ -78,7 +80,7 @@ class Operators:
             raise Refused("ended", f"session {session} has ended, so there is nothing to move")
         if record.interrupted.done() or not _goes_on(record):
             raise Refused("busy", f"session {session} is being taken up already; ask again when it goes on")
-        if (tier in (Tier.MEMORY, Tier.DISK) or record.demands_exact) and not self._fits(record, tier):
+        if (tier in (Tier.MEMORY, Tier.DISK, Tier.REPLICA) or record.demands_exact) and not self._fits(record, tier):
             raise Refused(
                 NOT_EXACT, f"session {session}: no worker that is ready could use its KV from {tier.value}; "
                 "see `midstream status`, or move it with another --tier",

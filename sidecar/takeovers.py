@@ -15,6 +15,7 @@ from dataclasses import replace
 from ..proxy.coordinator import Outcome, Placement, Reason
 from ..proxy.problems import NOT_EXACT
 from ..session.errors import Refused
+from ..session.key import CompatibilityKey
 from ..session.marker import Marker, Resume
 from ..session.records import LoadState, Slot, SlotState
 from ..session.tracker import SessionState
@@ -27,6 +28,7 @@ from .choice import (
     exactly,
     has_any_kv,
     is_good_enough,
+    is_near_enough,
     known_outputs,
     matching,
     others_first,
@@ -35,7 +37,7 @@ from .choice import (
 from .kv_restores import KvRestores
 from .metrics import Metrics
 from .mover.protocol import Reason as MoverReason
-from .mover.protocol import RestoreResult
+from .mover.protocol import RestoreResult, StoredResult
 from .session_record import Place, Record, finish_of, outcome_of, output_max, wants_logprobs
 from .settling import Settling
 from .workers import Workers
@@ -144,6 +146,10 @@ class Takeovers:
                 # Asked for only here: a disk that is slow or hangs must not keep a session from KV in memory.
                 account = await self._with_stored(record, account)
                 chosen = plan(account, candidates, without_kv=without_kv, tiers=tiers)
+            if chosen is not None and not is_near_enough(chosen):
+                # And asked for here alone: the network must not keep it from what there is on disk.
+                account = await self._with_replica(record, account)
+                chosen = plan(account, candidates, without_kv=without_kv, tiers=tiers)
             if chosen is not None and record.wish is not None and not tiers:
                 chosen = replace(chosen, detail="its move asked for that")
             if chosen is not None and record.demands_exact:
@@ -220,9 +226,13 @@ class Takeovers:
         stored = await self._kv.stored(record)
         if stored is None:
             return account
-        if not account.prompt_len:
-            record.prompt_hash = stored.prompt_hash
-        return replace(account, prompt_len=account.prompt_len or stored.prompt_len, stored_kv_len=stored.kv_len)
+        return replace(_known_by(record, account, stored), stored_kv_len=stored.kv_len)
+
+    async def _with_replica(self, record: Record, account: Account) -> Account:
+        found = await self._kv.replicated(record)
+        if found is None:
+            return account
+        return replace(_known_by(record, account, found), replica_kv_len=found.kv_len)
 
     def _place(self, record: Record, chosen: Plan) -> Placement:
         worker = self._workers.get(chosen.candidate.worker)
@@ -390,3 +400,17 @@ def _committed_by_all(place: Place, slot: Slot | None) -> int | None:
 
 def _id(chosen: Plan) -> tuple[str, int]:
     return chosen.candidate.worker, chosen.candidate.epoch
+
+
+def _known_by(record: Record, account: Account, stored: StoredResult) -> Account:
+    """What a snapshot tells of a session that was another node's, or whose arena is gone.
+
+    The mover compares all of it once more before it copies.
+    """
+    key = account.key
+    if not account.prompt_len:
+        record.prompt_hash = stored.prompt_hash
+    if key is None and stored.key is not None:
+        with suppress(ValueError):
+            key = CompatibilityKey.from_json(stored.key)
+    return replace(account, prompt_len=account.prompt_len or stored.prompt_len, key=key)

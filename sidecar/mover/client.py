@@ -73,17 +73,20 @@ class MoverClient:
         to_generation: int,
         deadline_s: float,
         from_memory: bool = False,
+        from_replica: bool = False,
     ) -> RestoreResult:
         """Bring a session's KV from an arena's generation, or from the store (`source=None`), to where it waits.
 
-        With `from_memory` it is from what is kept in memory instead of the store.
+        With `from_memory` it is from what is kept in memory instead of the store, with `from_replica` from a store
+        elsewhere.
 
         `origin` is the session whose KV that is, where it is not its own but that of the one it is a branch of.
 
         A restore that fails is a result with `ok=False`, its reason and text, and its engine was told; MoverError means
         that the mover could not be asked, or refused to begin.
         """
-        place: dict[str, Any] = {"session": origin or session, "memory" if from_memory else "store": True}
+        where = "memory" if from_memory else "replica" if from_replica else "store"
+        place: dict[str, Any] = {"session": origin or session, where: True}
         if source is not None:
             place = {"session": origin or session, "arena": str(source[0]), "generation": source[1]}
         answer = await self._ask(
@@ -118,6 +121,10 @@ class MoverClient:
     async def kept(self, session: SessionId) -> StoredResult:
         """What a restore from memory would begin with."""
         return result_from(StoredResult, await self._ask(Op.KEPT, CALL_S + OPEN_S, session=session))
+
+    async def replicated(self, session: SessionId) -> StoredResult:
+        """What a restore from a store elsewhere would begin with."""
+        return result_from(StoredResult, await self._ask(Op.REPLICATED, CALL_S, session=session))
 
     async def finish(self, session: SessionId, generation: int) -> None:
         """A session is over: what is stored of it may go first."""

@@ -5,6 +5,7 @@ from typing import Any
 
 from ...session.arena import SlotState
 from ...session.errors import StoreError
+from ...session.ids import SessionId
 from ...session.store import Store
 from . import coverage
 from .counters import Counters
@@ -24,7 +25,7 @@ from .protocol import (
     session_field,
     whole_field,
 )
-from .restorer import Restorer
+from .restorer import Restorer, SnapshotReader
 from .server import Handler
 from .snapshots import Snapshotter
 from .sources import Sources
@@ -46,6 +47,7 @@ class Operations:
         snapshotter: Snapshotter | None,
         tier: MemoryTier | None = None,
         saver: MemorySaver | None = None,
+        replica: SnapshotReader | None = None,
     ) -> None:
         self._sources = sources
         self._sums = sums
@@ -56,6 +58,7 @@ class Operations:
         self._snapshotter = snapshotter
         self._tier = tier
         self._saver = saver
+        self._replica = replica
 
     def handlers(self) -> dict[Op, Handler]:
         """One handler for every operation."""
@@ -70,6 +73,7 @@ class Operations:
             Op.SNAPSHOT: self._snapshot,
             Op.STORED: self._stored,
             Op.KEPT: self._kept,
+            Op.REPLICATED: self._replicated,
             Op.FINISH: self._finish,
             Op.STATUS: self._status,
         }
@@ -109,15 +113,16 @@ class Operations:
     async def _restore(self, message: dict[str, Any]) -> dict[str, Any]:
         source, to = object_field(message, "from"), object_field(message, "to")
         session = session_field(message)
-        stored, kept = source.get("store") is True, source.get("memory") is True
+        stored, kept, replica = (source.get(name) is True for name in ("store", "memory", "replica"))
         order = Order(
             session,
             session_field(source) if "session" in source else session,
-            None if stored or kept else (path_field(source, "arena"), whole_field(source, "generation")),
+            None if stored or kept or replica else (path_field(source, "arena"), whole_field(source, "generation")),
             path_field(to, "arena"),
             whole_field(to, "generation"),
             seconds_field(message, "deadline_s"),
             from_memory=kept,
+            from_replica=replica,
         )
         return result_fields(await self._restorer.restore(order))
 
@@ -161,20 +166,10 @@ class Operations:
         return result_fields(await self._snapshotter.snapshot(path_field(message, "arena"), session))
 
     async def _stored(self, message: dict[str, Any]) -> dict[str, Any]:
-        session = session_field(message)
-        if self._store is None:
-            return result_fields(StoredResult(False))
-        try:
-            latest = await asyncio.to_thread(self._store.latest, session)
-        except StoreError as error:
-            raise MoverError(Reason.STORE, str(error)) from error
-        if latest is None:
-            return result_fields(StoredResult(False))
-        return result_fields(
-            StoredResult(
-                True, latest.generation, latest.prompt_len, latest.prompt_hash, latest.kv_len, len(latest.outputs)
-            )
-        )
+        return result_fields(await _latest(self._store, session_field(message)))
+
+    async def _replicated(self, message: dict[str, Any]) -> dict[str, Any]:
+        return result_fields(await _latest(self._replica, session_field(message)))
 
     async def _kept(self, message: dict[str, Any]) -> dict[str, Any]:
         session = session_field(message)
@@ -235,3 +230,23 @@ class Operations:
                 if self._snapshotter is not None:
                     tokens = max(tokens, covered.kv_len - self._snapshotter.stored_tokens(owner))
         return {"lag_blocks": blocks, "lag_tokens_max": tokens}
+
+
+async def _latest(store: SnapshotReader | None, session: SessionId) -> StoredResult:
+    if store is None:
+        return StoredResult(False)
+    try:
+        latest = await asyncio.to_thread(store.latest, session)
+    except StoreError as error:
+        raise MoverError(Reason.STORE, str(error)) from error
+    if latest is None:
+        return StoredResult(False)
+    return StoredResult(
+        True,
+        latest.generation,
+        latest.prompt_len,
+        latest.prompt_hash,
+        latest.kv_len,
+        len(latest.outputs),
+        dict(latest.key),
+    )

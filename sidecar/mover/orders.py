@@ -23,7 +23,7 @@ from .sums import Sums
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A restore: from an arena's generation, or when `source` is None from the store, or from memory.
+    """A restore: from an arena's generation, or when `source` is None from the store, from memory, or from elsewhere.
 
     `origin` is the session whose KV it is: the very one, or the one that it is a branch of.
     """
@@ -35,6 +35,7 @@ class Order:
     to_generation: int
     deadline_s: float
     from_memory: bool = False
+    from_replica: bool = False
 
 
 @dataclass(frozen=True, slots=True)

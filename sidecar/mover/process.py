@@ -2,7 +2,8 @@
 
     python -m midstream.sidecar.mover --socket PATH --holder PATH [--store DIR [--store-bytes-max N]
         [--snapshot-every-s S] [--tail-every-tokens N]]
-        [--memory-bytes N [--memory-bytes-per-s N] [--memory-tail-tokens N]] [--parent-pid PID]
+        [--memory-bytes N [--memory-bytes-per-s N] [--memory-tail-tokens N]] [--replicas PATH]
+        [--parent-pid PID]
 
 SIGTERM ends it in good order: restores under way are answered as failed, so that no engine waits for them. With
 `--parent-pid` it ends when that process does. A GPU that has failed ends it, too, with exit status FAULT_STATUS: what
@@ -22,7 +23,7 @@ import sys
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...session.disk_store import DiskStore
 from ...session.errors import ConfigError, StoreError
@@ -41,6 +42,9 @@ from .sums import Sums
 from .suspects import Suspects, suspects_beside
 from .watcher import POLL_S, Watcher
 
+if TYPE_CHECKING:
+    from ..replicas.peer_store import PeerStore
+
 STORE_BYTES_MAX = 64 << 30
 THREADS_MAX = RUNNING_MAX + 16
 FAULT_STATUS = 3
@@ -48,6 +52,7 @@ FAULT_STATUS = 3
 FAULT_S = 2.0
 # A folder that takes no file, full or read-only, is tried again after this long.
 NOTE_AGAIN_S = 1.0
+REPLICA_ANSWER_S = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +89,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--memory-tail-tokens", type=int, default=0, help="new positions that make a tail due; 0: never"
     )
+    parser.add_argument("--replicas", type=Path, help="socket of the process that has snapshots elsewhere")
     parser.add_argument("--poll-s", type=float, default=POLL_S)
     parser.add_argument("--parent-pid", type=int, help="end when this process ends")
     options = parser.parse_args(arguments)
@@ -107,6 +113,16 @@ def _open_store(options: argparse.Namespace) -> DiskStore | None:
         return None
 
 
+def _replicas(options: argparse.Namespace) -> "PeerStore | None":
+    """What is elsewhere, as the process beside this one gives it; it may come and go."""
+    if options.replicas is None:
+        return None
+    # An HTTP client, which a mover without it has no use for.
+    from ..replicas.peer_store import Peer, PeerStore
+
+    return PeerStore(Peer("http://replicas", socket=options.replicas), answer_s=REPLICA_ANSWER_S)
+
+
 async def _serve(options: argparse.Namespace, listener: socket.socket, store: DiskStore | None) -> None:
     # A disk that hangs holds its threads for good; there are enough for all restores beside it.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="mover"))
@@ -128,13 +144,14 @@ async def _serve(options: argparse.Namespace, listener: socket.socket, store: Di
     tier = saver = None
     if options.memory_bytes:
         tier = MemoryTier(holder, options.memory_bytes)
-    restorer = Restorer(sources, sums, counters, store, tier)
+    replica = _replicas(options)
+    restorer = Restorer(sources, sums, counters, store, tier, replica)
     if tier is not None:
         saving = SavePolicy(options.memory_bytes_per_s, options.memory_tail_tokens)
         saver = MemorySaver(sources, sums, counters, tier, saving, restorer.way)
     followers = [follower for follower in (snapshotter, saver) if follower is not None]
     watcher = Watcher(sources, sums, counters, *followers, poll_s=options.poll_s, way=restorer.way)
-    operations = Operations(sources, sums, counters, watcher, restorer, store, snapshotter, tier, saver)
+    operations = Operations(sources, sums, counters, watcher, restorer, store, snapshotter, tier, saver, replica)
     server = Server(operations.handlers(), counters)
     jobs: list[Coroutine[Any, Any, object]] = [
         server.serve(listener),

@@ -37,6 +37,7 @@ class Op(StrEnum):
     SNAPSHOT = "snapshot"
     STORED = "stored"
     KEPT = "kept"
+    REPLICATED = "replicated"
     FINISH = "finish"
     STATUS = "status"
 
@@ -119,7 +120,11 @@ class SnapshotResult:
 
 @dataclass(frozen=True, slots=True)
 class StoredResult:
-    """The stored snapshot that a restore of a session would use; `found` is False when there is none."""
+    """The stored snapshot that a restore of a session would use; `found` is False when there is none.
+
+    `key` is its compatibility key, for where nobody knows any more which engine has written it; None of what is kept
+    in memory.
+    """
 
     found: bool
     generation: int = 0
@@ -127,6 +132,7 @@ class StoredResult:
     prompt_hash: str = ""
     kv_len: int = 0
     outputs: int = 0
+    key: dict[str, Any] | None = None
 
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode

@@ -15,13 +15,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 from ...session.arena import ArenaReader, LoadState, Slot
 from ...session.errors import ArenaError, CorruptError, PoolError, StoreError
 from ...session.ids import SessionId
 from ...session.manifest import Manifest
-from ...session.store import Store
 from . import coverage
 from .arrivals import Arrivals
 from .burst import Burst, CallTimes
@@ -58,17 +57,36 @@ _UNFIT = frozenset({Reason.CHECKSUM, Reason.POOL, Reason.FAULT, Reason.FINISHED,
 _log = logging.getLogger(__name__)
 
 
+class SnapshotReader(Protocol):
+    """What a restore needs of a store (session/store.py), be it this mover's own or elsewhere."""
+
+    def latest(self, session: SessionId) -> Manifest | None:
+        """See Store.latest."""
+        ...
+
+    def get_chunk(self, name: str) -> bytes:
+        """See Store.get_chunk."""
+        ...
+
+
 class Restorer:
     """Runs restores, many at a time; see Order."""
 
     def __init__(
-        self, sources: Sources, sums: Sums, counters: Counters, store: Store | None, tier: MemoryTier | None = None
+        self,
+        sources: Sources,
+        sums: Sums,
+        counters: Counters,
+        store: SnapshotReader | None,
+        tier: MemoryTier | None = None,
+        replica: SnapshotReader | None = None,
     ) -> None:
         self._sources = sources
         self._sums = sums
         self._counters = counters
         self._store = store
         self._tier = tier
+        self._replica = replica
         self._late: dict[tuple[Path, SessionId, int], Callable[[], None]] = {}
         self._running: set[tuple[Path, SessionId, int]] = set()
         # What can wait makes way for those whose session waits.
@@ -80,6 +98,8 @@ class Restorer:
         self._arrivals = Arrivals()
         # Reading is checksums and decompression: one thread reads a tenth of what a link brings onto a GPU.
         self._readers = ThreadPoolExecutor(READERS_MAX, thread_name_prefix="reader")
+        # A network that hangs holds threads of its own, and nobody's who reads from the disk.
+        self._replica_readers = ThreadPoolExecutor(READERS_MAX, thread_name_prefix="replica")
 
     async def restore(self, order: Order) -> RestoreResult:
         """Carry out one order. Never raises, but for a request that cannot be begun: MoverError."""
@@ -299,9 +319,11 @@ class Restorer:
         return done
 
     async def _from_store(self, order: Order, to: Destination) -> Copied:
-        if self._store is None:
-            raise MoverError(Reason.STORE, "this mover has no store; start it with --store")
-        manifest = await asyncio.to_thread(self._store.latest, order.origin)
+        store, readers = (self._replica, self._replica_readers) if order.from_replica else (self._store, self._readers)
+        if store is None:
+            flag = "--replicas" if order.from_replica else "--store"
+            raise MoverError(Reason.STORE, f"this mover has no such store; start it with {flag}")
+        manifest = await asyncio.to_thread(store.latest, order.origin)
         if manifest is None:
             raise MoverError(Reason.STORE, f"session {order.origin}: no snapshot of it is stored")
         check_match(replace(_stored(manifest), session=order.session), to.wanted())
@@ -309,7 +331,7 @@ class Restorer:
         step = max(1, STORE_STEP_BYTES // manifest.block_bytes)
         for at in range(0, len(to.blocks), step):
             to.check()
-            await _in_thread(_load, self._readers, self._store, manifest, to, range(at, min(at + step, len(to.blocks))))
+            await _in_thread(_load, readers, store, manifest, to, range(at, min(at + step, len(to.blocks))))
             count = min(at + step, len(to.blocks))
             done = Copied(count * manifest.block_bytes, count, 0)
         return done
@@ -327,7 +349,9 @@ def _stored(manifest: Manifest) -> SessionKv:
     )
 
 
-def _load(readers: ThreadPoolExecutor, store: Store, manifest: Manifest, to: Destination, ordinals: range) -> None:
+def _load(
+    readers: ThreadPoolExecutor, store: SnapshotReader, manifest: Manifest, to: Destination, ordinals: range
+) -> None:
     """Bring blocks from the store to their places, in a worker thread, and read them in several others."""
     count = max(1, READ_BYTES // manifest.block_bytes)
     parts = [ordinals[at : at + count] for at in range(0, len(ordinals), count)]
@@ -340,7 +364,7 @@ def _load(readers: ThreadPoolExecutor, store: Store, manifest: Manifest, to: Des
     to.pool.scatter(raws, [to.blocks[ordinal] for ordinal in ordinals])
 
 
-def _read(store: Store, manifest: Manifest, ordinals: range) -> list[bytes]:
+def _read(store: SnapshotReader, manifest: Manifest, ordinals: range) -> list[bytes]:
     raws = []
     for ordinal in ordinals:
         raw = store.get_chunk(manifest.chunks[ordinal])

@@ -270,7 +270,7 @@ async def test_what_cannot_be_moved_is_refused_and_goes_on(rig: Rig) -> None:
 async def test_a_move_that_would_break_the_promise_of_exact_is_refused_and_the_session_goes_on(rig: Rig) -> None:
     facts = SessionFacts(S, "/v1/completions", {}, stream=True, policy=Policy.EXACT)
     placement = await running(rig, 1, 2, facts=facts)
-    with pytest.raises(Refused, match="give --tier held, memory or disk") as refused:
+    with pytest.raises(Refused, match="give --tier held, memory, disk or replica") as refused:
         await rig.coordinator.operators.move(S, Tier.JOURNAL)
     assert refused.value.reason == "not_exact"
     # Its own worker takes nothing new, and the other one cannot read its KV.
@@ -508,7 +508,7 @@ async def test_the_control_socket_is_the_owners_alone_and_answers_in_words(rig: 
         assert stat.S_IMODE(os.stat(tmp_path / SOCKET).st_mode) == 0o600
         with pytest.raises(Refused, match="no session"):
             await client.move(SessionId("9" * 32))
-        with pytest.raises(Refused, match="give held, memory, disk or journal"):
+        with pytest.raises(Refused, match="give held, memory, disk, replica or journal"):
             await client.move(S, tier="in-place")
         with pytest.raises(Refused, match="after its first token"):
             await client.move(S, at=0)
