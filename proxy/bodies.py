@@ -32,9 +32,12 @@ class Bodies:
         # By the identity of requests that are open, which are alive as long as they are in here.
         self._by_request: dict[int, int] = {}
 
-    async def read(self, request: web.Request) -> bytes:
-        """A request's whole body. Raises BadBody as soon as it is too large, broken, too late, or more than fits."""
-        bytes_max = self._settings.body_bytes_max
+    async def read(self, request: web.Request, *, more_bytes: int = 0) -> bytes:
+        """A request's whole body. Raises BadBody as soon as it is too large, broken, too late, or more than fits.
+
+        `more_bytes` is by how much it may be larger than a client's.
+        """
+        bytes_max = self._settings.body_bytes_max + more_bytes
         if (request.content_length or 0) > bytes_max:
             raise BadBody(problems.body_too_large(bytes_max))
         body = bytearray()

@@ -28,6 +28,9 @@ class Reason(StrEnum):
     MISMATCH = "mismatch"
     MOVE = "move"
     NODE_LOST = "node_lost"
+    # A node has not begun with it: it takes nothing now, or could not do it as exactly as is demanded.
+    TURNED_AWAY = "turned_away"
+    NOT_EXACT = "not_exact"
 
 
 class Outcome(StrEnum):
@@ -51,8 +54,8 @@ class Placement:
     `expected` are the journaled output ids (they begin with whatever was delivered); what the worker replays or
     regenerates must begin with them. `finish` is set when the journal already holds the whole answer. `fetched` is done
     when nothing is needed of the worker before this one any more: after a planned move, which leaves that one alive,
-    its request must be kept until then. `front_ends` is how many processes of the worker read requests. Of a
-    worker that is a whole node (`is_node`) a 503 is a reason to ask another one.
+    its request must be kept until then. `front_ends` is how many processes of the worker read requests. A worker
+    can be a whole node (`is_node`), which has workers of its own, and says itself what became of the session there.
     """
 
     worker: str
@@ -72,7 +75,8 @@ class SessionFacts:
 
     `exact_obstacle` says why the request cannot go on exactly ("" if it can): then it carries no marker.
     `parent` is what the sessions of one request's choices have in common, or the session that a branch goes back to.
-    `seed` was drawn for a request that has none. `generation` is that of the last owner on another node, 0 for none.
+    `seed` was drawn for a request that has none. `generation` is that of the last owner on another node, 0 for none;
+    `generation_max` is the last one that an owner here may have.
     """
 
     session: SessionId
@@ -84,6 +88,7 @@ class SessionFacts:
     parent: str = ""
     seed: int | None = None
     generation: int = 0
+    generation_max: int = (1 << 32) - 1
 
 
 class Coordinator(Protocol):
@@ -93,8 +98,8 @@ class Coordinator(Protocol):
         """A worker for a new session. Raises Refused (with retry_after_s) when none is ready."""
         ...
 
-    async def take_in(self, facts: SessionFacts, outputs: tuple[int, ...]) -> Placement:
-        """Where a session of another node goes on, whose client has `outputs`. Raises Refused."""
+    async def take_in(self, facts: SessionFacts, outputs: tuple[int, ...], *, unseen: bool = False) -> Placement:
+        """Where a session of another node goes on, whose client has `outputs`, or text (`unseen`). Raises Refused."""
         ...
 
     async def take_over(
@@ -140,6 +145,10 @@ class Coordinator(Protocol):
         What an engine reports of itself decides; ask when the stream is over, for a first token that was only
         journaled can be sent before its engine has its KV.
         """
+        ...
+
+    def reported(self, facts: SessionFacts, placement: Placement, takeovers: int, outcome: Outcome | None) -> None:
+        """What a node says of its part of the session: so many takeovers by now, and what they came to, once known."""
         ...
 
     def mismatched(self, facts: SessionFacts, placement: Placement, text: str) -> None:

@@ -9,8 +9,12 @@ import time
 from collections.abc import Sequence
 
 from ..session.errors import Refused
-from .coordinator import Coordinator, Placement, Reason, SessionFacts
-from .report import Report
+from .coordinator import Coordinator, Outcome, Placement, Reason, SessionFacts
+from .report import UNDISTURBED, Report
+
+# Nothing of the session has begun there: that costs its client nothing, and how often it is is the coordinator's to
+# bound.
+_NOT_BEGUN = (Reason.TURNED_AWAY, Reason.NOT_EXACT)
 
 
 class Failover:
@@ -24,6 +28,9 @@ class Failover:
         self._since_s: float | None = None
         self._ended = False
         self._gaps_s: list[float] = []
+        # What nodes have told of takeovers among their own workers.
+        self._inner_count = 0
+        self._inner_gap_s = 0.0
 
     @property
     def pending(self) -> bool:
@@ -38,6 +45,10 @@ class Failover:
         self, last: Placement, reason: Reason, text: str, delivered: Sequence[int], *, unseen: bool = False
     ) -> Placement:
         """Where the session goes on. Raises Refused."""
+        if last.marker.generation >= self._facts.generation_max:
+            raise Refused("takeovers_exhausted", "the session has had as many owners here as it can; go on elsewhere")
+        if reason in _NOT_BEGUN:
+            return await self._coordinator.take_over(self._facts, last, reason, delivered, unseen=unseen)
         if self._since_s is None:
             self._since_s = time.monotonic()
         # A planned move is no sign of trouble: any number of them costs a session nothing that deaths may need.
@@ -73,9 +84,29 @@ class Failover:
         self._gaps_s.append(gap_s)
         self._coordinator.resumed(self._facts, placement, gap_s)
 
+    @property
+    def takeovers_begun(self) -> int:
+        """How many there were, with the one whose first new token is about to be sent."""
+        return len(self._gaps_s) + (self._since_s is not None)
+
+    def begun_in_node(self, placement: Placement, takeovers: int) -> None:
+        """A node has taken the session up by itself, so many times by now; what that came to it will say."""
+        self._coordinator.reported(self._facts, placement, takeovers, None)
+
+    def reported_by_node(self, placement: Placement, report: Report) -> None:
+        """What a node says of its part of the session, at the end of that; nothing where it gave the session up."""
+        if report.outcome == Outcome.REFUSED:
+            return
+        outcome = None if report.outcome == UNDISTURBED else Outcome(report.outcome)
+        # The takeover by which the session came there has been counted here.
+        self._inner_count += max(0, report.takeovers - (placement.marker.resume is not None))
+        self._inner_gap_s = max(self._inner_gap_s, report.gap_ms / 1000)
+        self._coordinator.reported(self._facts, placement, report.takeovers, outcome)
+
     def report(self, tokens: int | None = None) -> Report:
         """What happened, for a client that asked; call it when the answer is over, with its tokens if known."""
-        return Report.of_session(self._coordinator.outcome(self._facts, tokens), self._gaps_s)
+        outcome = self._coordinator.outcome(self._facts, tokens)
+        return Report.of_session(outcome, self._gaps_s, more=self._inner_count, more_gap_s=self._inner_gap_s)
 
     def ended(self, ending: str, tokens: int | None = None) -> None:
         """The session is over."""

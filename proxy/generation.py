@@ -15,10 +15,14 @@ from . import headers, policy
 from .coordinator import Placement, SessionFacts
 from .failover import Failover
 from .kept import Kept
+from .policy import Policy
 from .request import Outgoing
 from .settings import ProxySettings
 from .splice import Wishes
 from .upstream import Upstream, target, unless_interrupted
+
+# The obstacle of what is no session but a question about a prompt: it needs no KV, and carries no marker.
+OF_A_PROMPT = "about_prompt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,8 @@ class Generation:
     upstream: Upstream
     settings: ProxySettings
     kept: Kept
+    # Its client is a gateway, which counts on being told of takeovers here.
+    of_gateway: bool = False
 
     async def send(self, placement: Placement) -> aiohttp.ClientResponse:
         """Send the request to a worker. Raises UpstreamLost, also when the coordinator has news meanwhile."""
@@ -42,17 +48,26 @@ class Generation:
     async def _send(self, placement: Placement) -> aiohttp.ClientResponse:
         # Requests come one by one, takeovers by the dozen. The head of an unstreamed answer does not tell when the
         # request was read.
-        many = placement.marker.generation > self.facts.generation + 1 and self.facts.stream
+        marker = placement.marker
+        goes_on = marker.generation > self.facts.generation + 1 or marker.resume is not None
         sent = headers.of_session(self.request.headers, _request_id(placement))
         if placement.is_node:
-            sent[policy.HEADER] = self.facts.policy.value
+            sent[policy.HEADER] = self._policy_at_node()
+            sent[headers.REPORT] = "1"
+        # A node has turns of its own, one after the other at each of its workers.
+        many = goes_on and self.facts.stream and not placement.is_node
         async with self.upstream.turns.at(placement.base_url, placement.front_ends) if many else nullcontext():
             return await self.upstream.request(
                 "POST",
                 target(placement.base_url, self.raw_path),
                 sent,
-                self.outgoing.encode(None if self.facts.exact_obstacle else placement.marker),
+                self.outgoing.encode(None if self.facts.exact_obstacle else marker),
+                proven=placement.is_node,
             )
+
+    def _policy_at_node(self) -> str:
+        # A question about a prompt is to reach the engine as it is.
+        return (Policy.OFF if self.facts.exact_obstacle == OF_A_PROMPT else self.facts.policy).value
 
     @property
     def wants_report(self) -> bool:

@@ -20,6 +20,8 @@ STREAM = "X-Midstream-Stream"
 LAST_EVENT_ID = "Last-Event-ID"
 # What proves that a request comes from a gateway of the fleet.
 FLEET = "X-Midstream-Fleet"
+# The word for a problem of which a sidecar or gateway tells itself, so that nobody takes it for an engine's.
+PROBLEM = "X-Midstream-Problem"
 
 _HOP_BY_HOP = frozenset(
     {
@@ -38,6 +40,8 @@ _HOP_BY_HOP = frozenset(
 _NOT_FORWARDED = _HOP_BY_HOP | {
     "host", "expect", REQUEST_ID.lower(), REPORT.lower(), policy.HEADER.lower(), FLEET.lower(),
 }  # fmt: skip
+# What is told of a session is told by whoever its client is connected to.
+_OWN_WORDS = frozenset({SESSION.lower(), SEED.lower(), OUTCOME.lower(), TAKEOVERS.lower(), PROBLEM.lower()})
 # A session's body is written anew, and its answer must be readable here.
 _NOT_OF_A_SESSION = frozenset({"content-length", "content-encoding", "accept-encoding"})
 
@@ -62,6 +66,11 @@ def towards_client(headers: Headers, request_headers: Mapping[str, str]) -> CIMu
     """Headers of an answer: the engine's, with the client's own request id in place of the inner one."""
     kept = _without(headers, _HOP_BY_HOP | {REQUEST_ID.lower()} | _named_in_connection(headers))
     return echo_request_id(kept, request_headers)
+
+
+def of_answer(headers: Headers, request_headers: Mapping[str, str]) -> CIMultiDict[str]:
+    """Headers of a session's answer: the engine's, without what only a sidecar or gateway may say there."""
+    return _without(towards_client(headers, request_headers), _OWN_WORDS)
 
 
 def echo_request_id(headers: CIMultiDict[str], request_headers: Mapping[str, str]) -> CIMultiDict[str]:

@@ -13,7 +13,7 @@ from ..session.errors import Refused
 from .dialects import openai_edit
 from .dialects.by_path import errors_of
 from .dialects.responses import Responses
-from .headers import echo_request_id
+from .headers import PROBLEM, echo_request_id
 
 # Unstreamed, all errors of OpenAI's APIs look alike.
 _OPENAI = Responses()
@@ -31,7 +31,7 @@ class Problem:
 
     def response(self, request_headers: Mapping[str, str], path: str = "") -> web.Response:
         """The problem as a whole answer, in the shape of the API at `path`."""
-        headers: CIMultiDict[str] = CIMultiDict()
+        headers: CIMultiDict[str] = CIMultiDict({PROBLEM: self.code})
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(self.retry_after_s)
         shape = errors_of(path) or _OPENAI

@@ -21,9 +21,6 @@ from .prompt_part import NoPromptPart, PromptPart, StreamGraft
 from .stream import Respond
 from .unary import UnaryHandler
 
-# The word for it where sessions are listed: it needs no KV, and carries no marker.
-OBSTACLE = "about_prompt"
-
 
 async def ask(questions: Sequence[tuple[Generation, Placement]], *, echo: bool) -> "list[PromptPart] | web.Response":
     """What workers tell of each prompt; or the first answer that is none."""

@@ -39,10 +39,15 @@ class Report:
         return {headers.OUTCOME: self.outcome, headers.TAKEOVERS: str(self.takeovers)}
 
     @classmethod
-    def of_session(cls, outcome: Outcome | None, gaps_s: Sequence[float]) -> "Report":
-        """What happened to one session: its least exact outcome, and the gap that each takeover made."""
+    def of_session(
+        cls, outcome: Outcome | None, gaps_s: Sequence[float], *, more: int = 0, more_gap_s: float = 0.0
+    ) -> "Report":
+        """What happened to one session: its least exact outcome, and the gap that each takeover made.
+
+        `more` are takeovers within nodes, of which the longest gap is known.
+        """
         name = outcome.value if outcome is not None else UNDISTURBED
-        return cls(name, len(gaps_s), max(gaps_s, default=0.0) * 1000)
+        return cls(name, len(gaps_s) + more, max([*gaps_s, more_gap_s]) * 1000)
 
     @classmethod
     def of_comment(cls, raw: bytes) -> "Report | None":

@@ -4,7 +4,7 @@ Owns the wiring and the bound on open requests. The daemon runs the application 
 coordinator.
 """
 
-import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -12,14 +12,14 @@ from typing import Any
 
 from aiohttp import web
 
-from . import headers, problems
+from . import headers, policy, problems
 from .bodies import BadBody, Bodies
 from .choices import Part, count_of, single, split
 from .coordinator import Coordinator
 from .dialects.by_path import CHAT_PATH, SESSION_PATHS, events_of
 from .eligible import NO_SESSION, why_not_resumable
 from .elsewhere import Elsewhere, Nowhere
-from .fleet import Believer, Prover, Unproven, marker_in
+from .fleet import MORE_BYTES, Believer, Claimed, Prover, Strangers, Unproven, has_marker, marker_in
 from .passthrough import Passthrough
 from .policy import Policy, policy_of
 from .prompt_part import is_asked_for, rest
@@ -28,8 +28,6 @@ from .request import encode_body, parse_body, without_transfer_fields
 from .sessions import Sessions
 from .settings import ProxySettings
 from .upstream import Upstream
-
-_LOG = logging.getLogger("midstream.proxy")
 
 # How long a client that was refused may go on sending its body before the connection is closed.
 _LINGER_S = 2.0
@@ -64,7 +62,9 @@ def build_app(
     bodies = Bodies(settings)
     passthrough = Passthrough(coordinator, upstream, settings, bodies)
     reattach = Reattach(settings, elsewhere or Nowhere(), passthrough) if settings.reattach_s > 0 else None
-    requests = _Requests(sessions, passthrough, settings, bodies, reattach, believer)
+    requests = _Requests(
+        sessions, passthrough, settings, bodies, reattach, believer=believer, is_gateway=prover is not None
+    )
     app.add_routes(routes)
     if reattach is not None:
         app.cleanup_ctx.append(_closed_at_the_end(reattach))
@@ -105,10 +105,14 @@ class _Requests:
         settings: ProxySettings,
         bodies: Bodies,
         reattach: Reattach | None,
+        *,
         believer: Believer | None,
+        is_gateway: bool,
     ) -> None:
         self._reattach = reattach
         self._believer = believer
+        self._strangers = Strangers()
+        self._is_gateway = is_gateway
         self._sessions = sessions
         self._passthrough = passthrough
         self._settings = settings
@@ -153,31 +157,38 @@ class _Requests:
 
     async def _generate(self, request: web.Request, held: ExitStack) -> web.StreamResponse:
         try:
-            raw = await self._bodies.read(request)
-            if self._reattach is not None and (known := last_event_id(request)) is not None:
+            claimed = self._claimed(request)
+            raw = await self._bodies.read(request, more_bytes=0 if claimed is None else MORE_BYTES)
+            if claimed is not None:
+                claimed.require(raw)
+            elif self._reattach is not None and (known := last_event_id(request)) is not None:
                 return await self._reattach.resume(request, *known, raw)
             asked = parse_body(raw)
+        except Unproven as error:
+            self._strangers.tell(request.remote, str(error), time.monotonic())
+            return problems.not_of_the_fleet().response(request.headers, request.path)
         except BadBody as bad:
             return bad.problem.response(request.headers, request.path)
         except ValueError as error:
             return problems.bad_request(str(error)).response(request.headers, request.path)
         try:
-            policy = policy_of(request.headers, self._settings.policy)
+            demanded = policy_of(request.headers, self._settings.policy)
         except ValueError as error:
             return problems.bad_request(str(error)).response(request.headers, request.path)
         body = without_transfer_fields(asked)
-        proof = request.headers.get(headers.FLEET)
-        if self._believer is not None and proof is not None:
-            return await self._take_in(request, raw, asked, body, policy, self._believer, proof)
+        if claimed is not None and has_marker(asked):
+            return await self._take_in(request, asked, body, demanded)
         chat = request.path == CHAT_PATH
         has_choices = events_of(request.path) is None
         count, choices_max = count_of(body, chat=chat) if has_choices else 1, self._settings.choices_max
         one = single(body, chat=chat) if has_choices and count <= choices_max else body
         about_prompt = has_choices and is_asked_for(one, chat=chat)
         obstacle = why_not_resumable(rest(one) if about_prompt else one, request.path)
-        if policy is Policy.OFF or obstacle in NO_SESSION:
-            return await self._passthrough.forward(request, raw if body is asked else encode_body(body))
-        if obstacle is not None and policy is Policy.EXACT:
+        if demanded is Policy.OFF or obstacle in NO_SESSION:
+            # What a gateway makes no session of, its node is to make none of either.
+            more = {policy.HEADER: Policy.OFF.value} if self._is_gateway else None
+            return await self._passthrough.forward(request, raw if body is asked else encode_body(body), more=more)
+        if obstacle is not None and demanded is Policy.EXACT:
             many = count > choices_max
             problem = problems.too_many_choices(count, choices_max) if many else problems.cannot_be_exact(obstacle)
             return problem.response(request.headers, request.path)
@@ -191,37 +202,34 @@ class _Requests:
             self._sessions.run,
             request,
             parts,
-            policy,
+            demanded,
             str(obstacle or ""),
             about_prompt=about_prompt and obstacle is None,
         )
-        if self._reattach is None or body.get("stream") is not True:
+        # A gateway's client comes back to the gateway.
+        if self._reattach is None or claimed is not None or body.get("stream") is not True:
             return await session()
         return await self._reattach.begin(request, raw, lambda respond: session(respond=respond), held)
 
+    def _claimed(self, request: web.Request) -> Claimed | None:
+        """What a gateway of the fleet vouches for; None for a client's request. Raises Unproven."""
+        proof = request.headers.get(headers.FLEET)
+        if self._believer is None or proof is None:
+            return None
+        return self._believer.check(request.method, request.raw_path, proof)
+
     async def _take_in(
-        self,
-        request: web.Request,
-        raw: bytes,
-        asked: dict[str, Any],
-        body: dict[str, Any],
-        policy: Policy,
-        believer: Believer,
-        proof: str,
+        self, request: web.Request, asked: dict[str, Any], body: dict[str, Any], demanded: Policy
     ) -> web.StreamResponse:
         """A session that a gateway of the fleet has begun, and may have had on other nodes."""
         try:
-            believer.check(request.method, request.raw_path, proof, raw)
             marker = marker_in(asked)
-        except Unproven as error:
-            _LOG.warning("event=not_of_the_fleet remote=%s why=%s", request.remote, error)
-            return problems.not_of_the_fleet().response(request.headers, request.path)
         except ValueError as error:
             return problems.bad_request(str(error)).response(request.headers, request.path)
         obstacle = why_not_resumable(body, request.path)
         if obstacle is not None:
             return problems.cannot_be_exact(obstacle).response(request.headers, request.path)
-        return await self._sessions.take_in(request, body, policy, marker)
+        return await self._sessions.take_in(request, body, demanded, marker)
 
     def _hold_copies(self, request: web.Request, parts: Sequence[Part]) -> None:
         """Count what the bodies of several choices take; those of one prompt are as long. Raises BadBody."""

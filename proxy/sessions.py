@@ -7,8 +7,9 @@ exactly once.
 import asyncio
 import random
 import uuid
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aiohttp import web
@@ -22,10 +23,10 @@ from .choices_run import ChoicesHandler
 from .coordinator import Coordinator, Placement, SessionFacts
 from .dialects.by_path import CHAT_PATH, events_of
 from .failover import Failover
-from .generation import Generation
+from .generation import OF_A_PROMPT, Generation
 from .kept import Kept
 from .policy import Policy
-from .prompt_ask import OBSTACLE, ask, graft_of, respond_with, with_all_ids, with_part
+from .prompt_ask import ask, graft_of, respond_with, with_all_ids, with_part
 from .prompt_part import PromptPart, question, rest
 from .request import Outgoing, wants_seed, wishes_of
 from .settings import ProxySettings
@@ -33,13 +34,25 @@ from .stream import Respond, StreamHandler, plain_response
 from .unary import UnaryHandler
 from .upstream import Upstream
 
-# A node may itself take a session up so often before the generation of its gateway's next owner is reached.
+# A node may itself have so many owners of a session before the generation of its gateway's next one is reached.
 _OWNERS_OF_A_NODE = 1 << 12
+# So that those of the last one are still numbers of 32 bits.
+GENERATIONS_OF_A_GATEWAY = (1 << 20) - 1
+# A handler that is told to end does so at once, unless something is badly wrong.
+_ENDS_WITHIN_S = 5.0
 
 
-def fleet_generation(generation: int) -> int:
-    """The generation of a node's first owner of a session, by that which its gateway gave the node. 2^20 of them."""
-    return (generation - 1) * _OWNERS_OF_A_NODE + 1
+def owners_of(generation: int) -> tuple[int, int]:
+    """The generations of a node's first and last owner of a session, by that which its gateway gave the node."""
+    return (generation - 1) * _OWNERS_OF_A_NODE + 1, generation * _OWNERS_OF_A_NODE
+
+
+@dataclass(frozen=True, slots=True)
+class _Guest:
+    """A gateway's session, and who answers it."""
+
+    task: "asyncio.Task[Any]"
+    generation: int
 
 
 def new_session_id() -> SessionId:
@@ -56,8 +69,7 @@ class Sessions:
         self._settings = settings
         # Seeds are no secrets, but two sidecars must not draw the same ones.
         self._random = random.SystemRandom()
-        # Sessions of gateways, and who answers them.
-        self._taken_in: dict[SessionId, asyncio.Task[Any]] = {}
+        self._guests: dict[SessionId, _Guest] = {}
 
     async def run(
         self,
@@ -120,7 +132,9 @@ class Sessions:
         bodies = [first[prompt] for prompt in sorted(first)]
         # The same question can be asked again of any worker: its answer needs not be exact for the session to be.
         facts = [
-            SessionFacts(new_session_id(), request.path, rest(body), False, Policy.BEST_EFFORT, OBSTACLE, parent=parent)
+            SessionFacts(
+                new_session_id(), request.path, rest(body), False, Policy.BEST_EFFORT, OF_A_PROMPT, parent=parent
+            )
             for body in bodies
         ]
         questions = [
@@ -142,40 +156,66 @@ class Sessions:
 
         The gateway gets all of the answer, from the first token on, as from an engine that replays it.
         """
-        session, resume = marker.session, marker.resume
+        if marker.generation > GENERATIONS_OF_A_GATEWAY:
+            text = f"marker: generation {marker.generation} is beyond {GENERATIONS_OF_A_GATEWAY}, a gateway's last"
+            return problems.bad_request(text).response(request.headers, request.path)
+        resume = marker.resume
+        first, last = owners_of(marker.generation)
         facts = SessionFacts(
-            session,
+            marker.session,
             request.path,
             body,
             stream=body.get("stream") is True,
             policy=policy,
             seed=marker.seed,
-            generation=fleet_generation(marker.generation) - 1,
+            generation=first - 1,
+            generation_max=last,
         )
-        task = asyncio.current_task()
-        assert task is not None
-        await self._ended_before(session)
-        self._taken_in[session] = task
         try:
-            placed = (
-                self._coordinator.admit(facts) if resume is None else self._coordinator.take_in(facts, resume.outputs)
-            )
-            generation, placement = self._generation(request, facts, request.raw_path), await placed
-            if resume is not None:
-                generation.failover.begins_with_takeover()
-            handler = StreamHandler(generation) if facts.stream else UnaryHandler(generation)
-            return await handler.run(placement)
+            async with self._as_the_only_one(marker):
+                generation = replace(self._generation(request, facts, request.raw_path), of_gateway=True)
+                if resume is None:
+                    placement = await self._coordinator.admit(facts)
+                else:
+                    # Who has text without ids has nothing that could be re-entered.
+                    placement = await self._coordinator.take_in(facts, resume.outputs, unseen=not resume.outputs)
+                    generation.failover.begins_with_takeover()
+                handler = StreamHandler(generation) if facts.stream else UnaryHandler(generation)
+                return await handler.run(placement)
         except Refused as error:
             return problems.refused(error).response(request.headers, request.path)
-        finally:
-            if self._taken_in.get(session) is task:
-                del self._taken_in[session]
 
-    async def _ended_before(self, session: SessionId) -> None:
-        """A gateway that asks again has left its request before, also where its leaving is not known here."""
-        while (earlier := self._taken_in.get(session)) is not None:
-            earlier.cancel()
-            await asyncio.wait({earlier})
+    @asynccontextmanager
+    async def _as_the_only_one(self, marker: Marker) -> AsyncIterator[None]:
+        """A gateway that asks again has left its request before, also where its leaving is not known here yet.
+
+        Of two requests for a session the one of the higher generation stays, whichever came first, and not before all
+        is told that the other one has ended. Raises Refused.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        while (earlier := self._guests.get(marker.session)) is not None:
+            if earlier.generation >= marker.generation:
+                raise Refused(
+                    "superseded",
+                    f"session {marker.session} has generation {earlier.generation} here, and this request "
+                    f"{marker.generation}: who began it has gone on elsewhere",
+                )
+            if not earlier.task.cancelling():
+                earlier.task.cancel()
+            ended, _ = await asyncio.wait({earlier.task}, timeout=_ENDS_WITHIN_S)
+            if not ended:
+                raise Refused(
+                    "still_ending",
+                    f"session {marker.session} has not ended here within {_ENDS_WITHIN_S:g} s since its gateway left "
+                    "it; ask another node",
+                )
+        self._guests[marker.session] = guest = _Guest(task, marker.generation)
+        try:
+            yield
+        finally:
+            if self._guests.get(marker.session) is guest:
+                del self._guests[marker.session]
 
     def _facts(
         self, request: web.Request, part: Part, policy: Policy, obstacle: str, parent: str, seed: int

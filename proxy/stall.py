@@ -5,7 +5,7 @@ stall), and none for answers that are not streamed (they never make a `Rhythm`).
 follows it is a wait for room and KV, bounded by the ceiling alone. It does not act on its verdict.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # The account forgets a slow gap by half after about 70 tokens: engines pause for others' prefills now and then.
 _FORGET = 0.99
@@ -25,6 +25,10 @@ class StallPolicy:
                 f"stall policy: expected 0 < floor_s ({self.floor_s}) <= ceiling_s ({self.ceiling_s}) "
                 f"and factor ({self.factor}) >= 1"
             )
+
+    def twice_as_patient(self) -> "StallPolicy":
+        """For a stream whose sender has this policy for its own."""
+        return replace(self, floor_s=2 * self.floor_s, factor=2 * self.factor, ceiling_s=2 * self.ceiling_s)
 
 
 class Rhythm:

@@ -45,7 +45,7 @@ class OneWorker:
     async def settled(self, facts: SessionFacts, placement: Placement) -> None:
         """Never called: nothing is taken over."""
 
-    async def take_in(self, facts: SessionFacts, outputs: tuple[int, ...]) -> Placement:
+    async def take_in(self, facts: SessionFacts, outputs: tuple[int, ...], *, unseen: bool = False) -> Placement:
         """There is no other node."""
         raise Refused("not_a_node", "this proxy is part of no fleet")
 
@@ -63,6 +63,9 @@ class OneWorker:
     def outcome(self, facts: SessionFacts, tokens: int | None = None) -> Outcome | None:
         """Nothing is taken over."""
         return None
+
+    def reported(self, facts: SessionFacts, placement: Placement, takeovers: int, outcome: Outcome | None) -> None:
+        """Never called: the worker is no node."""
 
     def mismatched(self, facts: SessionFacts, placement: Placement, text: str) -> None:
         """Nothing to note."""

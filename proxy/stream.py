@@ -6,7 +6,7 @@ client's leaving. What to send is `splice`'s to decide, where to go on the coord
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -17,13 +17,14 @@ from multidict import CIMultiDict
 from ..session.errors import EngineError, Refused
 from . import headers, problems
 from .coordinator import Outcome, Placement, Reason
+from .fleet import takeovers_comment, takeovers_in, why_not_begun
 from .generation import Generation
 from .problems import Problem
 from .progress import Beat, Progress
 from .report import Report
 from .splice import End, Step
 from .splicers import splicer_of
-from .sse import SseParser, encode_comment
+from .sse import Event, SseParser, encode_comment
 from .upstream import UpstreamLost, content_type, read_all, read_some, unless_interrupted
 from .waiting import Waiting
 from .watch import Watch
@@ -47,6 +48,7 @@ class StreamHandler:
         self._response: web.StreamResponse | None = None
         self._preparing = asyncio.Lock()
         self._closed = False
+        self._has_all = False
         self._whole_answer: web.StreamResponse | None = None
         settings = generation.settings
         self._waiting = Waiting(self._write_comment, first_s=settings.keepalive_first_s, every_s=settings.keepalive_s)
@@ -74,9 +76,12 @@ class StreamHandler:
             ending = self._when_left()
             return self._response or web.Response(status=499)
         finally:
-            await self._waiting.stop()
-            self._generation.kept.let_go()
-            self._failover.ended(ending, self._tokens())
+            # A handler can be cancelled twice: by its client's leaving, and by whoever has the session next.
+            try:
+                await self._waiting.stop()
+            finally:
+                self._generation.kept.let_go()
+                self._failover.ended(ending, self._tokens())
 
     def _tokens(self) -> int | None:
         """How many tokens the client has, where they are seen."""
@@ -84,7 +89,7 @@ class StreamHandler:
 
     def _when_left(self) -> str:
         """The ending of a session whose client leaves now: one that has everything may."""
-        return "finished" if self._closed else "cancelled"
+        return "finished" if self._closed or self._has_all else "cancelled"
 
     async def _go_through_workers(self, placement: Placement) -> Problem | None:
         while True:
@@ -107,7 +112,9 @@ class StreamHandler:
             obstacle = self._generation.facts.exact_obstacle
             if obstacle and not self._splicer.untouched:
                 return problems.upstream_lost(f"{step.text}, and a request with {obstacle!r} cannot go on elsewhere")
-            self._waiting.start()
+            if self._response is not None or step.reason not in (Reason.TURNED_AWAY, Reason.NOT_EXACT):
+                # Before anything has begun the answer may yet be that no node takes the request.
+                self._waiting.start()
             try:
                 placement = await self._failover.take_over(
                     placement,
@@ -131,11 +138,17 @@ class StreamHandler:
             if answer.status != 200 or content_type(answer.headers) != "text/event-stream":
                 return await self._take_other_answer(answer, placement)
             if self._response is None and not self._failover.pending:
-                await self._prepare(headers.towards_client(answer.headers, self._generation.request.headers))
-            step = await self._read(answer, placement)
-            if step.end is End.FINISHED:
+                await self._prepare(headers.of_answer(answer.headers, self._generation.request.headers))
+            parser = SseParser(self._generation.settings.event_bytes_max)
+            step = await self._read(answer, parser, placement)
+            if step.end is End.FINISHED and placement.is_node:
+                # What it says of its part of the session comes behind the end of the answer, which the client has.
+                self._has_all = True
+                await self._drain(answer, parser, placement)
                 await self._close()
-                await self._drain(answer)
+            elif step.end is End.FINISHED:
+                await self._close()
+                await self._drain(answer, parser, placement)
             elif step.reason is Reason.MOVE:
                 self._generation.kept.hold(answer)
                 answer = None
@@ -145,18 +158,21 @@ class StreamHandler:
             if answer is not None:
                 answer.close()
 
-    async def _read(self, answer: aiohttp.ClientResponse, placement: Placement) -> Step:
-        parser = SseParser(self._generation.settings.event_bytes_max)
+    async def _read(self, answer: aiohttp.ClientResponse, parser: SseParser, placement: Placement) -> Step:
         resume = placement.marker.resume
         progress = Progress(len(resume.outputs) if resume is not None else 0, knows_ids=self._splicer.knows_ids)
         unsettled = self._failover.pending
         # Where every token is seen, silence speaks for itself.
         journaled = None if self._splicer.knows_ids else partial(self._failover.journaled, placement)
-        with Watch(answer, placement.interrupted, self._generation.settings.stall, journaled) as watch:
+        stall = self._generation.settings.stall
+        # A node has the first word on its own workers' silence.
+        stall = stall.twice_as_patient() if placement.is_node else stall
+        with Watch(answer, placement.interrupted, stall, journaled) as watch:
             while True:
                 try:
                     data = await read_some(answer)
-                    step = self._splicer.feed(parser.feed(data) if data else parser.finish())
+                    events = parser.feed(data) if data else parser.finish()
+                    step = self._splicer.feed(self._heard(events, placement) if placement.is_node else events)
                 except UpstreamLost as lost:
                     reason = watch.reason or lost.reason
                     return _interrupted(reason, f"the worker's stream was interrupted: {reason}")
@@ -210,17 +226,16 @@ class StreamHandler:
             return _interrupted(lost.reason, str(lost))
         except EngineError as error:
             return _interrupted(Reason.ENGINE_ERROR, str(error))
+        reason = why_not_begun(answer.status, answer.headers) if placement.is_node else None
+        if reason is not None:
+            return _interrupted(reason, f"node {placement.worker} answered {answer.status}: {_beginning(body)}")
         if answer.status >= 500:
             await asyncio.wait({placement.interrupted}, timeout=self._generation.settings.error_grace_s)
             if placement.interrupted.done():
                 return _interrupted(placement.interrupted.result(), f"the worker answered {answer.status}")
-        if placement.is_node and answer.status == 503:
-            return _interrupted(Reason.UNREACHABLE, f"node {placement.worker} takes no sessions now")
         if self._failover.pending and (self._response is not None or answer.status >= 500):
-            return _interrupted(
-                Reason.ENGINE_ERROR, f"the worker answered {answer.status}: {body[:300].decode('utf-8', 'replace')}"
-            )
-        kept = headers.towards_client(answer.headers, self._generation.request.headers)
+            return _interrupted(Reason.ENGINE_ERROR, f"the worker answered {answer.status}: {_beginning(body)}")
+        kept = headers.of_answer(answer.headers, self._generation.request.headers)
         self._whole_answer = web.Response(status=answer.status, body=body, headers=kept)
         return Step(b"", End.FINISHED)
 
@@ -241,9 +256,29 @@ class StreamHandler:
         if step.fresh:
             await self._waiting.stop()
         response = await self._prepare(self._own_headers())
-        await response.write(step.out)
+        out = step.out
+        if step.fresh and self._generation.of_gateway and self._failover.pending:
+            # Should this node be lost before it can say what that came to, its gateway must know that it was.
+            out = takeovers_comment(self._failover.takeovers_begun) + out
+        await response.write(out)
         if step.fresh:
             self._failover.resumed(placement)
+
+    def _heard(self, events: Sequence[Event], placement: Placement) -> Sequence[Event]:
+        """What of a node's events is for the client. What it says of takeovers is for us."""
+        if all(event.data is not None for event in events):
+            return events
+        kept = []
+        for event in events:
+            takeovers = takeovers_in(event.raw) if event.data is None else None
+            report = Report.of_comment(event.raw) if event.data is None else None
+            if takeovers is not None:
+                self._failover.begun_in_node(placement, takeovers)
+            elif report is not None:
+                self._failover.reported_by_node(placement, report)
+            else:
+                kept.append(event)
+        return kept
 
     async def _write_comment(self, comment: bytes) -> None:
         await (await self._prepare(self._own_headers())).write(comment)
@@ -252,12 +287,13 @@ class StreamHandler:
         own = CIMultiDict({"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"})
         return headers.echo_request_id(own, self._generation.request.headers)
 
-    async def _drain(self, answer: aiohttp.ClientResponse) -> None:
-        # The client does not wait for this: its stream is closed.
+    async def _drain(self, answer: aiohttp.ClientResponse, parser: SseParser, placement: Placement) -> None:
+        # The client waits for none of this: it has its answer.
         with suppress(TimeoutError, EngineError):
             async with asyncio.timeout(_DRAIN_S):
-                while await read_some(answer):
-                    pass
+                while data := await read_some(answer):
+                    if placement.is_node:
+                        self._heard(parser.feed(data), placement)
 
     async def _close(self) -> web.StreamResponse:
         if self._whole_answer is not None:
@@ -284,6 +320,10 @@ class StreamHandler:
 def plain_response(kept: "CIMultiDict[str]") -> web.StreamResponse:
     """A response whose bytes go to the client as they are."""
     return web.StreamResponse(headers=kept)
+
+
+def _beginning(body: bytes) -> str:
+    return body[:300].decode("utf-8", "replace")
 
 
 def _interrupted(reason: Reason, text: str) -> Step:

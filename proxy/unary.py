@@ -16,7 +16,9 @@ from . import headers, problems
 from .coordinator import Placement, Reason
 from .dialects.hiding import hide_ids
 from .dialects.openai import INTERRUPTED_FINISHES
+from .fleet import why_not_begun
 from .generation import Generation
+from .report import Report
 from .upstream import UpstreamLost, read_all, unless_interrupted
 
 
@@ -102,20 +104,24 @@ class UnaryHandler:
                 answer.close()
 
     async def _judge(self, answer: aiohttp.ClientResponse, body: bytes, placement: Placement) -> web.Response | _Lost:
+        reason = why_not_begun(answer.status, answer.headers) if placement.is_node else None
+        if reason is not None:
+            return _Lost(reason, f"node {placement.worker} answered {answer.status}: {body[:300]!r}")
         if answer.status >= 500:
             # A dying engine answers so, shortly before its process is gone.
             await asyncio.wait({placement.interrupted}, timeout=self._generation.settings.error_grace_s)
             if placement.interrupted.done():
                 return _Lost(placement.interrupted.result(), f"the worker answered {answer.status}")
-            if placement.is_node and answer.status == 503:
-                return _Lost(Reason.UNREACHABLE, f"node {placement.worker} takes no sessions now")
             if self._failover.pending:
                 return _Lost(Reason.ENGINE_ERROR, f"the worker answered {answer.status}")
         elif answer.status == 200 and (lost := self._what_is_wrong(body, placement)) is not None:
             return lost
+        report = Report.of_headers(answer.headers) if placement.is_node else None
+        if report is not None:
+            self._failover.reported_by_node(placement, report)
         hiding = self._generation.wishes.hiding
         shown = body if hiding is None else hide_ids(body, hiding)
-        kept = headers.towards_client(answer.headers, self._generation.request.headers)
+        kept = headers.of_answer(answer.headers, self._generation.request.headers)
         kept.popall("Content-Length", None)
         return web.Response(status=answer.status, body=shown, headers=kept)
 

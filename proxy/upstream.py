@@ -90,23 +90,30 @@ class Upstream:
         url: URL,
         headers: CIMultiDict[str],
         body: bytes | AsyncIterable[bytes] | None,
+        *,
+        proven: bool = False,
     ) -> aiohttp.ClientResponse:
-        """Send a request and return when the headers of its answer are there. Raises UpstreamLost."""
+        """Send a request and return when the headers of its answer are there. Raises UpstreamLost.
+
+        `proven`: a gateway vouches for it. What only passes through is its client's own.
+        """
         if self._pooled is None or self._fresh is None:
             raise EngineError("the proxy's client is not open: start the application first")
         connection = _Connection()
         try:
-            return await _send(self._pooled, connection, method, url, self._proven(method, url, headers, body), body)
+            sent = self._proven(method, url, headers, body) if proven else headers
+            return await _send(self._pooled, connection, method, url, sent, body)
         except UpstreamLost:
             # A body that was streamed from the client is used up; a bytes object can be sent again.
             if not connection.reused or not isinstance(body, bytes | None):
                 raise
-        return await _send(self._fresh, _Connection(), method, url, self._proven(method, url, headers, body), body)
+        # A proof holds once.
+        sent = self._proven(method, url, headers, body) if proven else headers
+        return await _send(self._fresh, _Connection(), method, url, sent, body)
 
     def _proven(
         self, method: str, url: URL, headers: CIMultiDict[str], body: bytes | AsyncIterable[bytes] | None
     ) -> CIMultiDict[str]:
-        """The headers with a proof, which holds once. What is streamed from a client is nothing to vouch for."""
         if self._prover is None or not isinstance(body, bytes):
             return headers
         proven = headers.copy()

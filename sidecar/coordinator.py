@@ -133,7 +133,7 @@ class SidecarCoordinator:
             )  # fmt: skip
         return Placement(worker.name, worker.url, Marker(facts.session, tracker.generation), record.interrupted)
 
-    async def take_in(self, facts: SessionFacts, outputs: tuple[int, ...]) -> Placement:
+    async def take_in(self, facts: SessionFacts, outputs: tuple[int, ...], *, unseen: bool = False) -> Placement:
         """A worker for a session that another node has lost; what is stored of it is used."""
         if self.draining:
             raise self._draining()
@@ -142,7 +142,7 @@ class SidecarCoordinator:
         tracker = Tracker.after(facts.session, facts.generation).placed(ELSEWHERE, 0).interrupted(Reason.NODE_LOST)
         interrupted: asyncio.Future[Reason] = asyncio.get_running_loop().create_future()
         record = Record(facts, tracker, elsewhere, elsewhere, interrupted, time.monotonic())
-        record.known = outputs
+        record.known, record.has_unseen = outputs, unseen
         return await self._branched(record, outputs)
 
     async def take_over(
@@ -189,6 +189,9 @@ class SidecarCoordinator:
         """The session's least exact takeover."""
         return self._settling.worst(self._records[facts.session], tokens)
 
+    def reported(self, facts: SessionFacts, placement: Placement, takeovers: int, outcome: Outcome | None) -> None:
+        """Never called: the workers of a sidecar are no nodes."""
+
     def mismatched(self, facts: SessionFacts, placement: Placement, text: str) -> None:
         """A worker's replay is not what was journaled."""
         self._metrics.output_mismatches.inc()
@@ -234,6 +237,13 @@ class SidecarCoordinator:
     def sessions(self) -> list[dict[str, Any]]:
         """Running sessions, then ended ones, newest last."""
         return [*self._history, *(told(r) for r in self._records.values())]
+
+    def told_of(self, session: str) -> dict[str, Any] | None:
+        """One session, as it is now or was last."""
+        record = self._records.get(SessionId(session))
+        if record is not None:
+            return told(record)
+        return next((ended for ended in reversed(self._history) if ended["session"] == session), None)
 
     @property
     def open_count(self) -> int:

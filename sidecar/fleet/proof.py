@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from ...proxy.fleet import Unproven
 from ...proxy.headers import FLEET
-from ..replicas.signatures import NotSigned, Verifier, authorization, body_sha256
+from ..replicas.signatures import Claim, NotSigned, Verifier, authorization, body_sha256
 
 
 class SecretProver:
@@ -31,11 +31,21 @@ class SecretBeliever:
     def __init__(self, secret: bytes) -> None:
         self._verifier = Verifier(secret)
 
-    def check(self, method: str, target: str, header: str, body: bytes) -> None:
-        """Raises Unproven unless it was signed, just now, for the first time, and with this body."""
+    def check(self, method: str, target: str, header: str) -> "SecretClaimed":
+        """Raises Unproven unless it was signed, just now, and for the first time."""
         try:
-            claim = self._verifier.check(method, target, header, now_s=time.time())
+            return SecretClaimed(self._verifier.check(method, target, header, now_s=time.time()))
         except NotSigned as error:
             raise Unproven(str(error)) from None
-        if claim.body_bytes != len(body) or claim.body_sha256 != body_sha256(body):
+
+
+class SecretClaimed:
+    """A request whose signature is good."""
+
+    def __init__(self, claim: Claim) -> None:
+        self._claim = claim
+
+    def require(self, body: bytes) -> None:
+        """Raises Unproven unless this is the body that was signed."""
+        if self._claim.body_bytes != len(body) or self._claim.body_sha256 != body_sha256(body):
             raise Unproven("the body is not the one that was signed")

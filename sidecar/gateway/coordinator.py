@@ -1,8 +1,8 @@
 """The gateway's coordinator: its workers are nodes, which have workers of their own.
 
 Owns the sessions of this gateway, from admission to end. Invariants: a session is on one node at a time; what a client
-has is a prefix of what the next node is told to go on from; a takeover is never called exact unless the node that took
-the session in has said so. How a node restores it is the node's business.
+has is a prefix of what the next node is told to go on from; a session of which nothing has begun anywhere asks each
+node once, and waits for none. How a node restores it is the node's business, and what that came to is its to say.
 """
 
 import asyncio
@@ -11,82 +11,58 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
-import aiohttp
-import msgspec
-
-from ...proxy.coordinator import LEAST_EXACT_FIRST, Outcome, Placement, Reason, SessionFacts
-from ...proxy.fleet import Prover
+from ...proxy.coordinator import Outcome, Placement, Reason, SessionFacts
 from ...proxy.policy import Policy
 from ...proxy.problems import NOT_EXACT
+from ...proxy.sessions import GENERATIONS_OF_A_GATEWAY
 from ...session.errors import Refused
 from ...session.ids import SessionId
 from ...session.marker import KvSource, Marker, Resume
-from ..fleet_api import SESSION_PATH
 from ..metrics import Metrics
 from ..session_record import NO_HASH
-from .node_watch import NodeWatch
-from .nodes import choose
+from .beginning import beginning_of
+from .node_table import NodeTable
+from .nodes import Node, choose
+from .session import Session, Stay, told
+from .verdicts import Verdicts
 
 _LOG = logging.getLogger("midstream.gateway")
 
 HISTORY_MAX = 1000
 RETRY_AFTER_S = 2
-# A node's word on a takeover is asked for as soon as something new has come, and again for so long.
-VERDICT_S = 5.0
-ASK_AGAIN_S = 0.05
-_ANSWER_BYTES_MAX = 1 << 20
-# Requests begin alike where so much of them is equal.
-_BEGINNING_BYTES = 1024
-
-
-@dataclass(slots=True)
-class _Session:
-    """One session; `outcomes` has an entry for each takeover, without an outcome until its node has said what it is."""
-
-    facts: SessionFacts
-    node: str
-    generation: int
-    interrupted: "asyncio.Future[Reason]"
-    began_s: float
-    reason: Reason | None = None
-    outcomes: list[dict[str, Any]] = field(default_factory=list)
-    asking: "asyncio.Task[None] | None" = None
+# A node has tried all of its workers before it gives a session up: what fails on so many nodes is the request's fault.
+FAILURES_MAX = 2
+# How often who waits for a node looks again even if nothing was announced: suspicions end by themselves.
+LOOK_AGAIN_S = 0.5
 
 
 class GatewayCoordinator:
-    """Decides on which node each session is. `watch` must be running."""
+    """Decides on which node each session is. `attach` comes first."""
 
-    def __init__(self, metrics: Metrics, prover: Prover, *, takeover_timeout_s: float) -> None:
+    def __init__(self, metrics: Metrics, verdicts: Verdicts, *, takeover_timeout_s: float) -> None:
         self._metrics = metrics
-        self._prover = prover
+        self._verdicts = verdicts
         self._takeover_timeout_s = takeover_timeout_s
-        self._sessions: dict[SessionId, _Session] = {}
+        self._sessions: dict[SessionId, Session] = {}
+        self._interrupted: dict[SessionId, asyncio.Future[Reason]] = {}
+        self._asking: dict[SessionId, asyncio.Task[None]] = {}
         self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY_MAX)
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._watch: NodeWatch | None = None
-        self._http: aiohttp.ClientSession | None = None
+        self.nodes = NodeTable(on_lost=self._node_lost, on_change=self._nodes_changed)
         self.draining = False
 
-    # ---- told by the daemon
+    # ---- told by the table of nodes
 
-    def attach(self, watch: NodeWatch, http: aiohttp.ClientSession) -> None:
-        """What it asks: the list of nodes, and the nodes themselves."""
-        self._watch, self._http = watch, http
+    def _node_lost(self, node: str) -> None:
+        for id, session in self._sessions.items():
+            if session.stay.node == node and not self._interrupted[id].done():
+                self._interrupted[id].set_result(Reason.NODE_LOST)
 
-    def node_lost(self, name: str) -> None:
-        """A node is not heard of any more: its sessions go on elsewhere."""
-        for session in self._sessions.values():
-            if session.node == name and not session.interrupted.done():
-                session.interrupted.set_result(Reason.NODE_LOST)
-
-    def nodes_changed(self) -> None:
-        """Whoever waits for a node looks again."""
+    def _nodes_changed(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -96,16 +72,21 @@ class GatewayCoordinator:
         """The node that suits it best."""
         if self.draining:
             raise Refused("draining", "this gateway is draining; send the request to another one", retry_after_s=1)
-        node = choose(self._nodes.all(), model=_model(facts), beginning=_beginning(facts))
+        now_s = time.monotonic()
+        node = choose(
+            self.nodes.all(),
+            model=_model(facts),
+            beginning=beginning_of(facts.body),
+            rather_not=self.nodes.suspects(now_s),
+        )
         if node is None:
             raise self._nobody(facts)
-        session = _Session(facts, node.name, 1, _future(), time.monotonic())
-        self._sessions[facts.session] = session
+        stay = Stay(node.id, 1, node.keys)
+        self._sessions[facts.session] = Session(facts, [stay], now_s)
         self._idle.clear()
-        self._nodes.add_open(node.name, 1)
-        return Placement(node.name, node.url, Marker(facts.session, 1), session.interrupted, is_node=True)
+        return self._placed(facts, node, stay, ())
 
-    async def take_in(self, facts: SessionFacts, outputs: tuple[int, ...]) -> Placement:
+    async def take_in(self, facts: SessionFacts, outputs: tuple[int, ...], *, unseen: bool = False) -> Placement:
         """Gateways are no nodes."""
         raise Refused("not_a_node", "a gateway takes no sessions of other gateways in; send it to a node")
 
@@ -120,61 +101,42 @@ class GatewayCoordinator:
     ) -> Placement:
         """The next node, which is told what the client has; waits for one. Raises Refused."""
         session = self._sessions[facts.session]
-        await self._conclude(session)
-        _LOG.info(
-            "event=interrupted session=%s node=%s generation=%d reason=%s delivered=%d",
-            facts.session, session.node, session.generation, reason.value, len(delivered),
-        )  # fmt: skip
-        had = self._nodes.get(session.node).record
-        keys = had.keys if had is not None else ()
-        if reason is not Reason.MISMATCH:
-            self._nodes.suspect(session.node)
-        session.reason = reason
-        deadline = time.monotonic() + self._takeover_timeout_s
-        while True:
-            changed = self._changed
-            node = choose(self._nodes.all(), model=_model(facts), beginning=_beginning(facts), keys=keys)
-            if node is not None:
-                break
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                self._metrics.failover(reason=reason.value, outcome=Outcome.REFUSED.value, tier="none")
-                raise self._nobody(facts)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), min(left_s, 1.0))
-        self._nodes.add_open(session.node, -1)
-        self._nodes.add_open(node.name, 1)
-        session.node, session.generation, session.interrupted = node.name, session.generation + 1, _future()
+        await self._stop_asking(facts.session)
+        self._leave(session, reason, len(delivered))
+        node = await self._next(session)
+        generation = session.stay.generation + 1
+        if generation > GENERATIONS_OF_A_GATEWAY:
+            raise Refused("takeovers_exhausted", f"the session had {generation - 1} owners; send it again")
+        # Who has text of which nobody saw the ids can go on from nothing, and is to be told so.
         resume = Resume(tuple(delivered), KvSource.NONE, NO_HASH) if delivered or unseen else None
-        return Placement(
-            node.name,
-            node.url,
-            Marker(facts.session, session.generation, resume),
-            session.interrupted,
-            expected=tuple(delivered),
-            is_node=True,
-        )
+        why = session.stay.reason if session.since_s is None else session.reason
+        stay = Stay(node.id, generation, node.keys, why, resumes=resume is not None)
+        self.nodes.add_open(session.stay.node, -1)
+        session.move_to(stay)
+        return self._placed(facts, node, stay, tuple(delivered), resume)
 
     def resumed(self, facts: SessionFacts, placement: Placement, gap_s: float) -> None:
         """Something new came from the next node."""
         session = self._sessions[facts.session]
         self._metrics.client_gap_s.observe(gap_s)
-        session.outcomes.append({"gap_ms": round(gap_s * 1000, 1)})
-        if session.asking is None:
-            session.asking = asyncio.create_task(self._ask(session, placement))
+        session.since_s, session.stay.gap_ms = None, round(gap_s * 1000, 1)
+        _LOG.info(
+            "event=resumed session=%s node=%s generation=%d reason=%s gap_ms=%.1f",
+            facts.session, session.stay.node, session.stay.generation, session.stay.reason, session.stay.gap_ms,
+        )  # fmt: skip
+        if session.stay.resumes and facts.session not in self._asking:
+            work = self._verdicts.later(facts.session, session.stay, placement)
+            self._asking[facts.session] = asyncio.create_task(work)
 
     async def settled(self, facts: SessionFacts, placement: Placement) -> None:
         """For a session whose policy demands exact: when its node has said what it came to. Raises Refused."""
-        if facts.policy is not Policy.EXACT:
+        stay = self._sessions[facts.session].stay
+        if facts.policy is not Policy.EXACT or not stay.resumes:
             return
-        told = await self._verdict(facts.session, placement)
-        fresh = placement.marker.resume is None
-        if not fresh and told.get("outcome") != Outcome.EXACT:
-            raise Refused(
-                NOT_EXACT,
-                f"the session could only be {told.get('outcome') or 'computed again, as far as is known'}, which its "
-                "policy forbids; send it again",
-            )
+        await self._verdicts.at_once(facts.session, stay, placement)
+        if not placement.interrupted.done() and not (stay.said and stay.outcome is Outcome.EXACT):
+            became = stay.outcome.value if stay.outcome is not None else "gone on in a way that its node does not tell"
+            raise self._refused(facts, Refused(NOT_EXACT, f"the session could only be {became}; send it again"))
 
     def journaled(self, facts: SessionFacts, placement: Placement) -> int:
         """A gateway keeps no journal."""
@@ -187,10 +149,15 @@ class GatewayCoordinator:
     def outcome(self, facts: SessionFacts, tokens: int | None = None) -> Outcome | None:
         """The least exact of its takeovers; what no node has vouched for was recomputed."""
         session = self._sessions.get(facts.session)
-        if session is None or not session.outcomes:
-            return None
-        words = {_outcome(told) for told in session.outcomes}
-        return next(outcome for outcome in LEAST_EXACT_FIRST if outcome in words)
+        return session.came_to() if session is not None else None
+
+    def reported(self, facts: SessionFacts, placement: Placement, takeovers: int, outcome: Outcome | None) -> None:
+        """A node's word on its own part, in its stream."""
+        stay = self._sessions[facts.session].stay
+        if outcome is None and takeovers:
+            stay.begun(takeovers)
+        else:
+            stay.told(takeovers, outcome)
 
     def mismatched(self, facts: SessionFacts, placement: Placement, text: str) -> None:
         """A node's replay is not what the client has."""
@@ -205,21 +172,24 @@ class GatewayCoordinator:
         session = self._sessions.pop(facts.session, None)
         if session is None:
             return
+        del self._interrupted[facts.session]
         self._metrics.tokens_sent.inc(tokens or 0)
-        self._nodes.add_open(session.node, -1)
+        self.nodes.add_open(session.stay.node, -1)
         if not self._sessions:
             self._idle.set()
-        if session.asking is not None and not session.asking.done():
-            session.asking.cancel()
-        for told in session.outcomes:
-            self._metrics.failovers.labels(
-                told.get("reason", Reason.NODE_LOST.value), _outcome(told).value, told.get("tier", "none")
-            ).inc()
-        self._history.append({**_told(session), "state": ending})
+        asking = self._asking.pop(facts.session, None)
+        if asking is not None:
+            asking.cancel()
+        for stay in session.stays:
+            outcome = stay.came_to()
+            if outcome is not None:
+                reason = stay.reason or Reason.PROCESS_DEATH.value
+                self._metrics.failovers.labels(reason, outcome.value, stay.tier.value).inc()
+        self._history.append(told(session, ending, time.monotonic()))
 
     def plain_upstream(self) -> str:
         """A node for what is no session."""
-        node = choose(self._nodes.all())
+        node = choose(self.nodes.all(), rather_not=self.nodes.suspects(time.monotonic()))
         if node is None:
             raise self._nobody(None)
         return node.url
@@ -237,87 +207,104 @@ class GatewayCoordinator:
 
     def sessions(self) -> list[dict[str, Any]]:
         """Running sessions, then ended ones, newest last."""
-        return [*self._history, *(_told(session) for session in self._sessions.values())]
+        now_s = time.monotonic()
+        return [*self._history, *(told(session, "running", now_s) for session in self._sessions.values())]
 
-    @property
-    def _nodes(self) -> NodeWatch:
-        assert self._watch is not None, "attach() comes first"
-        return self._watch
+    # ---- takeovers
 
-    # ---- what takeovers came to
+    def _placed(
+        self, facts: SessionFacts, node: Node, stay: Stay, expected: tuple[int, ...], resume: Resume | None = None
+    ) -> Placement:
+        interrupted: asyncio.Future[Reason] = asyncio.get_running_loop().create_future()
+        self._interrupted[facts.session] = interrupted
+        self.nodes.add_open(node.id, 1)
+        marker = Marker(facts.session, stay.generation, resume)
+        return Placement(node.id, node.url, marker, interrupted, expected=expected, is_node=True)
 
-    async def _ask(self, session: _Session, placement: Placement) -> None:
-        told = await self._verdict(session.facts.session, placement)
-        if session.outcomes:
-            session.outcomes[-1] = {**told, **session.outcomes[-1], "reason": str(session.reason)}
-        session.asking = None
+    def _leave(self, session: Session, reason: Reason, delivered: int) -> None:
+        """What the interruption says of the node, and of the session there. Raises Refused."""
+        now_s = time.monotonic()
+        node = session.stay.node
+        _LOG.info(
+            "event=interrupted session=%s node=%s generation=%d reason=%s delivered=%d",
+            session.facts.session, node, session.stay.generation, reason.value, delivered,
+        )  # fmt: skip
+        match reason:
+            case Reason.TURNED_AWAY:
+                session.avoid(node, now_s)
+                self.nodes.ask_soon(node)
+                return
+            case Reason.NOT_EXACT:
+                session.not_exact = True
+                session.avoid(node, now_s)
+                return
+            case Reason.ENGINE_ERROR | Reason.ABORT:
+                session.failures += 1
+            case Reason.UNREACHABLE | Reason.EOF | Reason.STALL:
+                self.nodes.suspect(node, now_s)
+            case _:
+                pass
+        session.rather_not.add(node)
+        session.reason = reason.value
+        if session.since_s is None:
+            session.since_s = now_s
+        if session.failures >= FAILURES_MAX:
+            # Within a stream a node's word on exactness is an error like others.
+            code = NOT_EXACT if session.facts.policy is Policy.EXACT else "takeovers_exhausted"
+            text = f"{session.failures} nodes have given the session up; look for the cause in their logs"
+            raise self._refused(session.facts, Refused(code, text))
 
-    async def _conclude(self, session: _Session) -> None:
-        """Before the next takeover: what the last one came to is known, or never will be."""
-        if session.asking is not None:
-            session.asking.cancel()
-            with suppress(asyncio.CancelledError):
-                await session.asking
-            session.asking = None
+    async def _next(self, session: Session) -> Node:
+        """The session's next node; waits for one if something of it has begun. Raises Refused."""
+        facts, beginning = session.facts, beginning_of(session.facts.body)
+        while True:
+            changed, now_s = self._changed, time.monotonic()
+            node = choose(
+                self.nodes.all(),
+                model=_model(facts),
+                beginning=beginning,
+                keys=session.stay.keys,
+                never=session.avoided(now_s) | self.nodes.suspects(now_s),
+                rather_not=session.rather_not,
+            )
+            if node is not None:
+                return node
+            if session.not_exact:
+                text = "no node can go on with the session as exactly as its policy demands; send it again, "
+                text += "or send it with X-Midstream-Policy: best-effort"
+                raise self._refused(facts, Refused(NOT_EXACT, text))
+            left_s = 0.0 if session.since_s is None else session.since_s + self._takeover_timeout_s - now_s
+            if left_s <= 0:
+                raise self._refused(facts, self._nobody(facts))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left_s, LOOK_AGAIN_S)):
+                    await changed.wait()
 
-    async def _verdict(self, session: SessionId, placement: Placement) -> dict[str, Any]:
-        """What a node says of the session that it took in; {} when it does not, in time."""
-        deadline = time.monotonic() + VERDICT_S
-        path = SESSION_PATH + session
-        while time.monotonic() < deadline and not placement.interrupted.done():
-            told = await self._told(placement.base_url, path)
-            for outcome in told.get("outcomes", ())[:1]:
-                if outcome.get("outcome"):
-                    return {name: outcome[name] for name in ("outcome", "tier", "detail") if name in outcome}
-            await asyncio.sleep(ASK_AGAIN_S)
-        return {}
+    def _refused(self, facts: SessionFacts, refused: Refused) -> Refused:
+        session = self._sessions[facts.session]
+        if session.since_s is not None:
+            self._metrics.failover(reason=session.reason, outcome=Outcome.REFUSED.value, tier="none")
+        _LOG.warning("event=refused session=%s reason=%s text=%s", facts.session, refused.reason, refused)
+        return refused
 
-    async def _told(self, base_url: str, path: str) -> dict[str, Any]:
-        assert self._http is not None, "attach() comes first"
-        proof = self._prover.headers("GET", urlsplit(base_url).path + path, b"")
-        with suppress(aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
-            async with self._http.get(base_url + path, headers=proof) as answer:
-                body = await answer.content.read(_ANSWER_BYTES_MAX)
-                if answer.status == 200:
-                    return msgspec.json.decode(body, type=dict[str, Any])
-        return {}
+    async def _stop_asking(self, id: SessionId) -> None:
+        """What the last takeover came to is known by now, or never will be."""
+        asking = self._asking.pop(id, None)
+        if asking is not None:
+            asking.cancel()
+            await asyncio.wait({asking})
 
     def _nobody(self, facts: SessionFacts | None) -> Refused:
-        nodes = self._nodes.all()
-        states = ", ".join(f"{n.name} is {n.record.readiness.value if n.record else 'lost'}" for n in nodes)
+        nodes = self.nodes.all()
+        counted: dict[str, int] = {}
+        for node in nodes:
+            counted[node.state] = counted.get(node.state, 0) + 1
+        states = ", ".join(f"{count} {state}" for state, count in sorted(counted.items())) or "none is known"
         wanted = f" for model {_model(facts)!r}" if facts is not None and any(n.is_ready for n in nodes) else ""
-        return Refused("no_node", f"no node is ready{wanted}: {states}", retry_after_s=RETRY_AFTER_S)
-
-
-def _future() -> "asyncio.Future[Reason]":
-    return asyncio.get_running_loop().create_future()
+        text = f"no node takes the request{wanted} now ({states}); try again, or look at the gateway's /readyz"
+        return Refused("no_node", text, retry_after_s=RETRY_AFTER_S)
 
 
 def _model(facts: SessionFacts) -> str:
     model = facts.body.get("model")
     return model if isinstance(model, str) else ""
-
-
-def _beginning(facts: SessionFacts) -> bytes:
-    """What a prefix cache would find again; nothing where the prompt is short: then any node is as good."""
-    asked = next((facts.body[name] for name in ("messages", "prompt", "input", "text") if name in facts.body), "")
-    encoded = msgspec.json.encode(asked)
-    return encoded[:_BEGINNING_BYTES] if len(encoded) >= _BEGINNING_BYTES else b""
-
-
-def _outcome(told: dict[str, Any]) -> Outcome:
-    try:
-        return Outcome(told["outcome"])
-    except (KeyError, ValueError):
-        return Outcome.RECOMPUTED
-
-
-def _told(session: _Session) -> dict[str, Any]:
-    return {
-        "session": session.facts.session,
-        "node": session.node,
-        "generation": session.generation,
-        "state": "running",
-        "outcomes": list(session.outcomes),
-        "age_s": round(time.monotonic() - session.began_s, 3),
-    }

@@ -17,12 +17,22 @@ SPREAD = 1.25
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node as this gateway sees it; `open` are the sessions that it has there itself, `record` what it last said."""
+    """A node as this gateway sees it.
 
-    name: str
+    `id` is one life of it where the source tells these apart, else its name. `open` are the sessions that this gateway
+    has there, `record` what it last said, and `why` what was last in the way of asking it.
+    """
+
+    id: str
     url: str
     record: Record | None = None
     open: int = 0
+    why: str = ""
+
+    @property
+    def name(self) -> str:
+        """What it is called through all of its lives."""
+        return self.id.partition(".")[0]
 
     @property
     def is_ready(self) -> bool:
@@ -30,10 +40,19 @@ class Node:
         return self.record is not None and self.record.readiness is Readiness.READY
 
     @property
-    def share(self) -> float:
-        """How full it is by what this gateway knows."""
-        slots = max(self.record.slot_count, 1) if self.record is not None else 1
-        return self.open / slots
+    def slots(self) -> int:
+        """How many sessions it can have."""
+        return max(self.record.slot_count, 1) if self.record is not None else 1
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Digests of the compatibility keys of its workers."""
+        return self.record.keys if self.record is not None else ()
+
+    @property
+    def state(self) -> str:
+        """The word for how it is."""
+        return self.record.readiness.value if self.record is not None else "lost"
 
 
 def choose(
@@ -42,36 +61,40 @@ def choose(
     model: str = "",
     beginning: bytes = b"",
     keys: Collection[str] = (),
-    avoid: Collection[str] = (),
+    never: Collection[str] = (),
+    rather_not: Collection[str] = (),
 ) -> Node | None:
     """The node for a session, or None when none is ready for its model.
 
-    `beginning` is what it may have in common with others. `keys`: it had KV of one of these; who can use it comes
-    first. `avoid`: nodes that have just failed; not even where there is no other.
+    `beginning` is what it has in common with others. `keys`: it had KV of one of these; who can use it comes first.
+    `never`: not even where there is no other; `rather_not`: only then.
     """
-    able = [n for n in nodes if n.is_ready and n.name not in avoid and _serves(n, model)]
-    able = [n for n in able if _record(n).load is not Load.FULL] or able
-    if keys:
-        able = [n for n in able if set(keys) & set(_record(n).keys)] or able
+    able = [n for n in nodes if n.is_ready and n.id not in never and _serves(n, model)]
+    able = [n for n in able if n.id not in rather_not] or able
+    able = [n for n in able if not _is_full(n)] or able
+    able = [n for n in able if not set(keys).isdisjoint(n.keys)] or able
     if not able:
         return None
-    least = min(able, key=lambda n: (n.share, n.name))
+    least = min(able, key=lambda n: (n.open / n.slots, _is_busy(n), n.id))
     if not beginning:
         return least
-    slots = sum(max(_record(n).slot_count, 1) for n in able)
-    mean = (sum(n.open for n in able) + 1) / slots
-    roomy = [n for n in able if (n.open + 1) / max(_record(n).slot_count, 1) <= SPREAD * mean] or [least]
-    return max(roomy, key=lambda n: _weight(n.name, beginning))
+    # What all have for each slot, with this session among them.
+    mean = (sum(n.open for n in able) + 1) / sum(n.slots for n in able)
+    roomy = [n for n in able if n.open + 1 <= SPREAD * mean * n.slots] or [least]
+    return max(roomy, key=lambda n: (_weight(n.name, beginning), n.id))
 
 
-def _record(node: Node) -> Record:
-    assert node.record is not None
-    return node.record
+def _is_full(node: Node) -> bool:
+    return node.record is not None and node.record.load is Load.FULL
+
+
+def _is_busy(node: Node) -> bool:
+    return node.record is not None and node.record.load is Load.BUSY
 
 
 def _serves(node: Node, model: str) -> bool:
     """A node that names no models is believed to have them all."""
-    models = _record(node).models
+    models = node.record.models if node.record is not None else ()
     return not model or not models or model in models
 
 

@@ -3,6 +3,7 @@
 from urllib.parse import urlsplit
 
 from ...session.errors import ConfigError
+from ..fleet.record import member_name
 
 NODES_MAX = 2048
 
@@ -14,6 +15,10 @@ def node_urls(text: str) -> dict[str, str]:
         name, separator, url = word.partition("=")
         if not separator or "://" in name:
             name, url = f"node-{index}", word
+        try:
+            member_name(name)
+        except ValueError as error:
+            raise ConfigError(f"gateway.nodes: {error}") from error
         if name in found:
             raise ConfigError(f"gateway.nodes: {name} is named twice; give each node a name of its own")
         try:
