@@ -56,6 +56,9 @@ PURE = (
     "adapters/transformers/extents.py",
     "adapters/vllm/reservations.py",
     "sidecar/choice.py",
+    "sidecar/fleet/backoff.py",
+    "sidecar/fleet/fence.py",
+    "sidecar/fleet/roster.py",
     "sidecar/mover/counters.py",
     "sidecar/supervise.py",
 )

@@ -143,8 +143,16 @@ class EtcdHttp:
                 raise
             except CoordinationError as error:
                 last = f"{url}: {error}"
-            self._endpoints.append(self._endpoints.pop(0))
+            except asyncio.CancelledError:
+                self._pass_over(url)  # it was too slow for whoever asked, who asks the next one then
+                raise
+            self._pass_over(url)
         raise CoordinationError(f"etcd does not answer ({last}); is it up, and reached from here?")
+
+    def _pass_over(self, url: str) -> None:
+        # Several calls can find the same one silent at once.
+        if self._endpoints[0] == url:
+            self._endpoints.append(self._endpoints.pop(0))
 
     def _headers(self, token: str) -> dict[str, str]:
         return {"Authorization": token} if token else {}

@@ -141,7 +141,6 @@ class Informer:
             case Whole(entries):
                 self._roster.whole(now_s, entries)
                 self._is_loaded = True
-                self._backoff.succeeded()
                 if self._told:
                     _log.info("fleet: service=%s answers again", self._service.name)
                     self._told = ""
@@ -150,7 +149,7 @@ class Informer:
             case Gone(member):
                 self._roster.gone(now_s, member)
             case Current():
-                pass
+                self._backoff.succeeded()  # not before: who is cut off right after the whole would list without end
         if self._roster.unreadable_count > self._unreadable_told:
             if self._unreadable_told == 0:
                 _log.warning(

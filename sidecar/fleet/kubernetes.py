@@ -205,7 +205,7 @@ class KubernetesService(LeaseService):
                 made = await self._api.update(name, self._member_body(member, entry, own.uid, own.version))
             except KubernetesFault as fault:
                 if fault.is_gone:
-                    raise LeaseLost(f"Kubernetes: {name} is gone; join again") from fault
+                    raise self._lost(member, "gone") from fault
                 if not fault.is_conflict:
                     raise
             else:
@@ -216,12 +216,16 @@ class KubernetesService(LeaseService):
                 uid, version = _identity(await self._api.get(name))
             except KubernetesFault as fault:
                 if fault.is_gone:
-                    raise LeaseLost(f"Kubernetes: {name} is gone; join again") from fault
+                    raise self._lost(member, "gone") from fault
                 raise
             if uid != own.uid:
-                raise LeaseLost(f"Kubernetes: {name} is another object by now; join again")
+                raise self._lost(member, "another object by now")
             own.version = version
         raise CoordinationError(f"Kubernetes API: {name} is changed by somebody else all the time; who writes it?")
+
+    def _lost(self, member: MemberId, what: str) -> LeaseLost:
+        self._own.pop(member, None)
+        return LeaseLost(f"Kubernetes: {self._member_object(member)} is {what}; join again")
 
     def _own_of(self, member: MemberId) -> _Own:
         own = self._own.get(member)

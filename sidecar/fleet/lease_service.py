@@ -127,10 +127,10 @@ class LeaseService(ABC):
         """Let go of connections."""
 
 
-async def bounded(name: str, work: Awaitable[T]) -> T:
-    """The result of a call of the service of this name. CoordinationError when it takes longer than `TRY_S`."""
+async def bounded(name: str, work: Awaitable[T], within_s: float = TRY_S) -> T:
+    """The result of a call of the service of this name. CoordinationError when it takes longer."""
     try:
-        async with asyncio.timeout(TRY_S):
+        async with asyncio.timeout(within_s):
             return await work
     except TimeoutError:
-        raise CoordinationError(f"{name}: no answer within {TRY_S:g} s; is it up, and reached from here?") from None
+        raise CoordinationError(f"{name}: no answer within {within_s:g} s; is it up, and reached from here?") from None

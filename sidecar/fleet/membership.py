@@ -16,7 +16,7 @@ from ...session.errors import CoordinationError, LeaseLost, MidstreamError
 from ...session.ids import Generation, SessionId
 from .backoff import Backoff
 from .clock import Clock
-from .coordination import CLAIMS_MAX, Claim, ClaimAnswer, Membership, Verdict
+from .coordination import CLAIMS_MAX, TRY_S, Claim, ClaimAnswer, Membership, Verdict
 from .fence import Fence
 from .informer import Informer
 from .lease_service import LeaseService, bounded
@@ -93,12 +93,15 @@ class LeasedMembership(Membership):
     async def claim(self, session: SessionId, generation: Generation, lost: MemberId) -> ClaimAnswer:
         """Take up a session that was a member's who is lost."""
         self._require_lease()
-        claim = self._noted(Claim(session, generation, self.id))
         is_over = self._informer.is_over(lost)
+        claim = self._noted(Claim(session, generation, self.id))
         for _ in range(_ROUNDS_MAX):
             held = await self._bounded(self._service.claim(claim) if is_over else self._service.held(session))
+            if held is None and not is_over:
+                self._claims.pop(session, None)
+                return ClaimAnswer(Verdict.NOT_OVER)
             if held is None or held == claim:
-                return self._won(claim) if is_over or held is not None else ClaimAnswer(Verdict.NOT_OVER)
+                return self._won(claim)
             if held.owner == self.id and held.generation > generation:
                 self._claims[session] = held
                 return ClaimAnswer(Verdict.TAKEN, held)
@@ -198,7 +201,9 @@ class LeasedMembership(Membership):
     async def _act(self) -> None:
         asked_s = self._clock()
         if asked_s >= self._renew_at_s:
-            granted_s = await self._bounded(self._service.renew(self.id))
+            # Short enough that there is time for others before the fence closes.
+            within_s = min(TRY_S, self._lease_s / 3)
+            granted_s = await bounded(self._service.name, self._service.renew(self.id), within_s)
             self._fence.renewed(asked_s, min(granted_s, self._lease_s))
             self._renew_at_s = asked_s + self._lease_s / 3
         elif self._pending is not None:

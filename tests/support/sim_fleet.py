@@ -54,6 +54,7 @@ class World:
         self.chance = random.Random(seed)
         self.renewals = renewals
         self.is_up = True
+        self.is_kind = False  # nothing is lost or late any more
         self.members: dict[MemberId, Held] = {}
         self.claims: dict[SessionId, Claim] = {}
         self.followers: list[asyncio.Queue[Change]] = []
@@ -65,6 +66,15 @@ class World:
 
     def now_s(self) -> float:
         return asyncio.get_running_loop().time()
+
+    def loses(self, share: float) -> bool:
+        return not self.is_kind and self.chance.random() < share
+
+    def delay_s(self) -> float:
+        """Mostly soon; now and then so late that whoever asked has given up."""
+        if self.is_kind or self.chance.random() < 0.93:
+            return self.chance.uniform(0.001, 0.05)
+        return self.chance.uniform(0.5, LEASE_S * 1.5)
 
     def draw_id(self) -> str:
         self._drawn += 1
@@ -109,7 +119,7 @@ class SimService(LeaseService):
 
     async def _asked(self, done: Callable[[], T]) -> T:
         """Send a request that is done at some time, or never, whether or not anybody waits for it still."""
-        world, chance = self._world, self._world.chance
+        world = self._world
         await self._process.awake.wait()
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
@@ -121,8 +131,8 @@ class SimService(LeaseService):
                 result, fault = done(), None
             except CoordinationError as error:
                 fault = error
-            back_s = _delay_s(chance)
-            if chance.random() >= 0.05 and self._process.is_reached:
+            back_s = world.delay_s()
+            if not world.loses(0.05) and self._process.is_reached:
                 asyncio.get_running_loop().call_later(back_s, reply, None if fault else result, fault)
 
         def reply(result: T, fault: CoordinationError | None) -> None:
@@ -133,8 +143,8 @@ class SimService(LeaseService):
             else:
                 answer.set_exception(fault)
 
-        if chance.random() >= 0.05 and self._process.is_reached:
-            asyncio.get_running_loop().call_later(_delay_s(chance), arrive)
+        if not world.loses(0.05) and self._process.is_reached:
+            asyncio.get_running_loop().call_later(world.delay_s(), arrive)
         try:
             return await answer
         finally:
@@ -227,9 +237,9 @@ class SimService(LeaseService):
                     change = await asyncio.wait_for(queue.get(), every_s)
                 except TimeoutError:
                     change = Current()
-                if not (world.is_up and self._process.is_reached) or world.chance.random() < 0.01:
+                if not (world.is_up and self._process.is_reached) or world.loses(0.01):
                     raise CoordinationError("the watch broke off")
-                await asyncio.sleep(_delay_s(world.chance) / 4)
+                await asyncio.sleep(world.delay_s() / 4)
                 await self._process.awake.wait()
                 yield change
         except TimeoutError:
@@ -354,7 +364,7 @@ async def play(world: World, process_count: int, for_s: float) -> None:
             )
             _raise_of(*lives, befall)
         befall.cancel()
-        world.is_up = True
+        world.is_up = world.is_kind = True
         for process in world.processes:
             process.is_reached = True
             process.awake.set()
@@ -399,11 +409,6 @@ async def _befall(world: World) -> None:
 
 def _later(after_s: float, call: Callable[[], object]) -> None:
     asyncio.get_running_loop().call_later(after_s, call)
-
-
-def _delay_s(chance: random.Random) -> float:
-    """Mostly soon; now and then so late that whoever asked has given up."""
-    return chance.uniform(0.001, 0.05) if chance.random() < 0.93 else chance.uniform(0.5, LEASE_S * 1.5)
 
 
 def _raise_of(*tasks: "asyncio.Task[None]") -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
 import signal
@@ -335,6 +336,48 @@ async def test_an_endpoint_that_is_dead_is_passed_over(shared: EtcdServer) -> No
     await until(one.watch(), lambda p: joined.id in p.members)
     await joined.leave()
     await one.close()
+
+
+async def test_an_endpoint_that_says_nothing_costs_no_lease(shared: EtcdServer) -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    listener = await asyncio.start_server(silent, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    one = connection(url, shared.url)
+    joined = await one.join(NODE, LEASE_S)
+    lost = asyncio.ensure_future(joined.lost())
+    await asyncio.sleep(LEASE_S * 2)
+    assert not lost.done()
+    await eventually(joined.may_send)
+    await joined.leave()
+    await one.close()
+    listener.close()
+    await lost
+
+
+async def test_an_etcd_that_was_stopped_for_longer_than_all_leases_makes_no_two_owners(
+    etcd: EtcdServer, connect: Connect
+) -> None:
+    one, other = await connect(), await connect()
+    former, taker = await one.join(NODE, LEASE_S), await other.join(OTHER, 12)
+    await until(other.watch(), lambda p: len(p.members) == 2)
+    etcd.freeze()
+    await asyncio.sleep(LEASE_S + 2)
+    etcd.thaw()
+    # Alone it ends leases that are over by its clock as it wakes, or hears a renewal first: either will do.
+    session = new_session()
+    for _ in range(80):
+        answer = None
+        with contextlib.suppress(CoordinationError):
+            answer = await taker.claim(session, Generation(2), former.id)
+        if answer is not None and answer.verdict is Verdict.WON:
+            assert not former.may_send()
+            break
+        await asyncio.sleep(0.1)
+    else:
+        assert former.may_send()
 
 
 async def test_nothing_that_answers_is_said_in_words() -> None:
