@@ -6,7 +6,7 @@ only.
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ...proxy.fleet import Unproven
 from ...proxy.headers import FLEET
@@ -28,13 +28,14 @@ class SecretProver:
 class SecretBeliever:
     """A node's side."""
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, clock: Callable[[], float] = time.time) -> None:
         self._verifier = Verifier(secret)
+        self._clock = clock
 
     def check(self, method: str, target: str, header: str) -> "SecretClaimed":
         """Raises Unproven unless it was signed, just now, and for the first time."""
         try:
-            return SecretClaimed(self._verifier.check(method, target, header, now_s=time.time()))
+            return SecretClaimed(self._verifier.check(method, target, header, now_s=self._clock()))
         except NotSigned as error:
             raise Unproven(str(error)) from None
 
