@@ -5,6 +5,7 @@ computed again, a prompt many positions at a time, each output in a step of its 
 came before. Whoever waits gains, so that nobody waits for ever; of equals the newer snapshot goes first.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 # The time of an engine, in prompt positions: what one output costs beside other sessions' outputs in the same step, and
@@ -30,10 +31,12 @@ class Behind:
 
 def cost(prompt_len: int, first: int, end: int) -> float:
     """What it costs an engine to compute the positions [first, end), in prompt positions."""
-    prompt = max(0, min(end, prompt_len) - first)
-    outputs = max(0, end - max(first, prompt_len))
-    attention = 1 + (first + end) / 2 / ATTENTION_POSITIONS
-    return (prompt + outputs * OUTPUT_COST) * attention
+    between = min(max(prompt_len, first), end)
+    return _each(first, between) + OUTPUT_COST * _each(between, end)
+
+
+def _each(first: int, end: int) -> float:
+    return (end - first) * (1 + (first + end) / 2 / ATTENTION_POSITIONS)
 
 
 def urgency(behind: Behind) -> float:
@@ -42,6 +45,6 @@ def urgency(behind: Behind) -> float:
     return lost / max(1, behind.missing_bytes) * (1 + behind.waited_s / WAIT_DOUBLES_S)
 
 
-def most_urgent(candidates: "list[Behind]") -> Behind | None:
+def most_urgent(candidates: Sequence[Behind]) -> Behind | None:
     """The next one, or None."""
     return max(candidates, key=lambda b: (urgency(b), b.created_at, b.session), default=None)

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,10 +16,12 @@ from pathlib import Path
 import trustme
 
 from midstream.sidecar.replicas.credentials import CredentialFiles, Credentials, read_credentials
+from midstream.sidecar.replicas.loop_thread import LoopThread
 from midstream.sidecar.replicas.peer_store import Peer, PeerStore
 
 SECRET = b"a secret of the fleet, for tests"
 START_S = 20.0
+SLICE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,29 +137,21 @@ class Wire:
         self.seen = bytearray()
         self.up_bytes = 0
         self.cut_after_bytes: int | None = None
-        self._loop = asyncio.new_event_loop()
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port = self._server.getsockname()[1]
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._loop = LoopThread("wire")
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.port = listener.getsockname()[1]
+        self._server = self._loop.call(self._serve(listener), 10)
 
     def close(self) -> None:
         """Cut everything."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-        with contextlib.suppress(RuntimeError):
-            self._loop.run_until_complete(asyncio.sleep(0.01))
+        self._loop.call(self._stop(), 10)
         self._loop.close()
+
+    async def _serve(self, listener: socket.socket) -> asyncio.Server:
+        return await asyncio.start_server(self._connected, sock=listener)
+
+    async def _stop(self) -> None:
         self._server.close()
-
-    def _run(self) -> None:
-        self._loop.create_task(self._serve())
-        self._loop.run_forever()
-
-    async def _serve(self) -> None:
-        await asyncio.start_server(self._connected, sock=self._server)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -168,8 +161,8 @@ class Wire:
             return
         try:
             await asyncio.gather(self._pipe(reader, up_writer, True), self._pipe(up_reader, writer, False))
-        except OSError:
-            pass
+        except (OSError, asyncio.CancelledError):
+            return
         finally:
             writer.close()
             up_writer.close()
@@ -181,8 +174,10 @@ class Wire:
                 self.up_bytes += len(piece)
                 if self.cut_after_bytes is not None and self.up_bytes >= self.cut_after_bytes:
                     raise ConnectionResetError("cut")
-            if self.bytes_per_s is not None:
-                await asyncio.sleep(len(piece) / self.bytes_per_s)
+            left = float(len(piece))
+            while self.bytes_per_s is not None and left > 0:
+                await asyncio.sleep(SLICE_S)
+                left -= self.bytes_per_s * SLICE_S
             writer.write((self.change_up if is_up else self.change_down)(piece))
             await writer.drain()
         writer.close()
