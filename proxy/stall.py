@@ -26,9 +26,15 @@ class StallPolicy:
                 f"and factor ({self.factor}) >= 1"
             )
 
-    def twice_as_patient(self) -> "StallPolicy":
-        """For a stream whose sender has this policy for its own."""
-        return replace(self, floor_s=2 * self.floor_s, factor=2 * self.factor, ceiling_s=2 * self.ceiling_s)
+    def of_a_node(self, *, sees_tokens: bool) -> "StallPolicy":
+        """For a stream whose sender has this policy for its own engines, and the first word on their silence.
+
+        Where not every token is seen, a parser there may hold all of a long call back; only the node knows of that.
+        """
+        ceiling_s = 2 * self.ceiling_s
+        return replace(
+            self, floor_s=2 * self.floor_s if sees_tokens else ceiling_s, factor=2 * self.factor, ceiling_s=ceiling_s
+        )
 
 
 class Rhythm:

@@ -165,8 +165,7 @@ class StreamHandler:
         # Where every token is seen, silence speaks for itself.
         journaled = None if self._splicer.knows_ids else partial(self._failover.journaled, placement)
         stall = self._generation.settings.stall
-        # A node has the first word on its own workers' silence.
-        stall = stall.twice_as_patient() if placement.is_node else stall
+        stall = stall.of_a_node(sees_tokens=self._splicer.knows_ids) if placement.is_node else stall
         with Watch(answer, placement.interrupted, stall, journaled) as watch:
             while True:
                 try:

@@ -45,6 +45,7 @@ class NodeCoordinator(ScriptedCoordinator):
         self.first_kv = KvSource.NONE
         self.admission_wait_s = 0.0
         self._outcomes: dict[str, list[Outcome]] = {}
+        self._unseen: set[str] = set()
 
     async def admit(self, facts: SessionFacts) -> Placement:
         """The first engine, under the generation that a gateway gives."""
@@ -63,6 +64,8 @@ class NodeCoordinator(ScriptedCoordinator):
         if facts.policy == "exact" and self.first_kv is KvSource.NONE:
             raise Refused("not_exact", "the session could only be recomputed")
         self._begin(facts)
+        if unseen:
+            self._unseen.add(facts.session)
         resume = Resume(outputs, self.first_kv, "0" * 32) if outputs else None
         return self._place(facts, Marker(facts.session, facts.generation + 1, resume), outputs)
 
@@ -70,6 +73,8 @@ class NodeCoordinator(ScriptedCoordinator):
         """Note what it came to."""
         super().resumed(facts, placement, gap_s)
         assert self._outcome is not None
+        if self._outcome is Outcome.RESTARTED and facts.session in self._unseen:
+            self._outcome = Outcome.RECOMPUTED
         self._outcomes[facts.session].append(self._outcome)
 
     def outcome(self, facts: SessionFacts, tokens: int | None = None) -> Outcome | None:
