@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from midstream.loadtest.harness import SidecarProcess, Victim, kill_worker
-from midstream.session.ticket import TICKET, worker_dir
+from midstream.session.ticket import TICKET, claimed_epoch, worker_dir
 from midstream.sidecar.plugin_path import engine_environ
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
@@ -135,12 +135,12 @@ def running(command: list[str], tmp_path: Path) -> Iterator[tuple[Path, list[str
     ports = {name: free_port() for name in ("a", "b")}
     beside = [f"{name}=http://127.0.0.1:{port}" for name, port in ports.items()]
     beside_them = SidecarProcess([], beside=beside, state_dir=folder)  # for its holder, which outlives sidecars
-    engines = []
+    engines, servings = [], []
     try:
         argv = [sys.executable, "-m", "midstream.sidecar.cli", "serve", "--port", "0", "--state-dir", str(folder)]
         argv += [word for worker in beside for word in ("--worker", worker)]
         with (tmp_path / "serve.log").open("wb") as sink:
-            serving = subprocess.Popen(argv, stdout=sink, stderr=sink)
+            servings.append(serving := subprocess.Popen(argv, stdout=sink, stderr=sink))
         for name, port in ports.items():
             _wait(lambda name=name: (worker_dir(folder, name) / TICKET).exists())
             environ = {**os.environ, "MIDSTREAM_STATE_DIR": str(folder), "MIDSTREAM_WORKER": name}
@@ -154,11 +154,14 @@ def running(command: list[str], tmp_path: Path) -> Iterator[tuple[Path, list[str
                     )
                 )
         for name in ports:
-            _wait(lambda name=name: not (worker_dir(folder, name) / TICKET).exists())
+            _wait(lambda name=name: claimed_epoch(worker_dir(folder, name)) is not None)
         serving.terminate()
         serving.wait(60)
         yield folder, beside
     finally:
+        for process in servings:
+            process.kill()
+            process.wait(10)
         for engine in engines:
             if engine.poll() is None:
                 kill_worker(engine.pid, Victim.TREE)
