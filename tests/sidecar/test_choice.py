@@ -9,7 +9,7 @@ from midstream.session.key import REQUIRED, CompatibilityKey
 from midstream.session.marker import KvSource
 from midstream.sidecar.choice import Account, Candidate, Plan, Tier, known_outputs, plan
 
-KV_TIERS = (Tier.HELD, Tier.IN_PLACE, Tier.MEMORY, Tier.DISK)
+KV_TIERS = (Tier.HELD, Tier.IN_PLACE, Tier.MEMORY, Tier.DISK, Tier.REPLICA)
 
 
 def key(**changes: str) -> CompatibilityKey:
@@ -98,6 +98,21 @@ def test_the_disk_cuts_where_its_snapshot_ends_and_the_rest_is_compared() -> Non
 
 def test_a_snapshot_of_the_prompt_alone_is_no_place_to_go_on() -> None:
     assert chosen(account(held_kv=False, stored_kv_len=4), candidate()).tier is Tier.JOURNAL
+
+
+def test_what_is_elsewhere_is_used_where_nothing_is_here_or_it_goes_very_much_further() -> None:
+    found = chosen(account(held_kv=False, replica_kv_len=7), candidate())
+    assert (found.tier, found.outputs, found.expected) == (Tier.REPLICA, (1, 2, 3), (1, 2, 3, 4))
+    assert chosen(account(held_kv=False, stored_kv_len=6, replica_kv_len=8), candidate()).tier is Tier.DISK
+    assert chosen(account(replica_kv_len=8), candidate()).tier is Tier.HELD
+    long = tuple(range(1, 1001))
+    for ahead, tier in ((256, Tier.DISK), (257, Tier.REPLICA)):
+        known = account(journal=long, delivered=(1,), held_kv=False, stored_kv_len=104, replica_kv_len=104 + ahead)
+        assert chosen(known, candidate()).tier is tier
+    without = frozenset(set(Tier) - {Tier.REPLICA})
+    fallen = plan(account(held_kv=False, replica_kv_len=7), [candidate()], tiers=without)
+    assert fallen is not None
+    assert fallen.tier is Tier.JOURNAL
 
 
 def test_another_key_gets_no_kv_and_the_differing_field_is_named() -> None:
@@ -230,6 +245,7 @@ def accounts(draw: st.DrawFn) -> Account:
         key=draw(keys),
         held_outputs=draw(st.none() | st.integers(0, 6)),
         kept_kv_len=draw(st.integers(0, 10)),
+        replica_kv_len=draw(st.integers(0, 10)),
     )
 
 
@@ -273,6 +289,8 @@ def test_whatever_is_chosen_loses_nothing_and_uses_no_foreign_kv(
         assert known.prompt_len + len(found.outputs) - 1 <= known.stored_kv_len
     if found.tier is Tier.MEMORY:
         assert known.prompt_len + len(found.outputs) - 1 <= known.kept_kv_len
+    if found.tier is Tier.REPLICA:
+        assert known.prompt_len + len(found.outputs) - 1 <= known.replica_kv_len
     if found.finish:
         assert outputs == found.outputs
     if known.wants_logprobs and known.streamed and found.outputs:

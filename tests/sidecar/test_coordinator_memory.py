@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from midstream.proxy.coordinator import Outcome, Placement, Reason, SessionFacts
+from midstream.proxy.coordinator import Outcome, Reason, SessionFacts
 from midstream.proxy.policy import Policy
 from midstream.session.arena import LoadState
 from midstream.session.errors import Refused
@@ -13,25 +13,12 @@ from midstream.session.marker import KvSource
 from midstream.sidecar.choice import Tier
 from midstream.sidecar.mover.protocol import MoverError, RestoreResult, StoredResult, VerifyResult
 from midstream.sidecar.mover.protocol import Reason as MoverReason
-from support.coordinating import HASH, PROMPT_LEN, Engine, Rig, S, asked
-
-
-def covering(outputs: int) -> StoredResult:
-    """KV of so many positions that a session can go on with `outputs` outputs."""
-    return StoredResult(True, 1, PROMPT_LEN, HASH, PROMPT_LEN + outputs - 1, outputs)
+from support.coordinating import PROMPT_LEN, Rig, S, asked, covering, running
 
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Rig:
     return Rig(tmp_path, stores=True, memory=True)
-
-
-async def running(rig: Rig, *tokens: int, facts: SessionFacts | None = None) -> tuple[Engine, Placement]:
-    """A session on w0 that has journaled these tokens."""
-    engine = rig.start("w0")
-    placement = await rig.coordinator.admit(facts or asked())
-    engine.admit(placement, *tokens)
-    return engine, placement
 
 
 async def test_a_held_pool_is_preferred_and_memory_is_not_even_asked_for(rig: Rig) -> None:

@@ -31,9 +31,13 @@ class FakeMover:
     verified: VerifyResult | MoverError = field(default_factory=lambda: VerifyResult(1000, 1000, 0, 0, 0))
     found: StoredResult | MoverError = field(default_factory=lambda: StoredResult(False))
     in_memory: StoredResult | MoverError = field(default_factory=lambda: StoredResult(False))
+    elsewhere: StoredResult | MoverError = field(default_factory=lambda: StoredResult(False))
     restored: RestoreResult | MoverError = field(default_factory=lambda: RestoreResult(True, seconds=0.1))
     restores: list[tuple[tuple[Path, int] | None, Path, int]] = field(default_factory=list)
     from_memory: list[bool] = field(default_factory=list)
+    from_replica: list[bool] = field(default_factory=list)
+    # How often the network was asked.
+    asked_elsewhere: int = 0
     # Whose KV each restore was of.
     origins: list[SessionId] = field(default_factory=list)
     finished: list[tuple[SessionId, int]] = field(default_factory=list)
@@ -51,8 +55,10 @@ class FakeMover:
         to_generation: int,
         deadline_s: float,
         from_memory: bool = False,
+        from_replica: bool = False,
     ) -> RestoreResult:
         self.from_memory.append(from_memory)
+        self.from_replica.append(from_replica)
         self.restores.append((source, to_arena, to_generation))
         self.origins.append(origin or session)
         if self.answering is not None:
@@ -69,6 +75,10 @@ class FakeMover:
 
     async def kept(self, session: SessionId) -> StoredResult:
         return said(self.in_memory)
+
+    async def replicated(self, session: SessionId) -> StoredResult:
+        self.asked_elsewhere += 1
+        return said(self.elsewhere)
 
     async def snapshot(self, arena: Path, session: SessionId | None = None) -> SnapshotResult:
         return SnapshotResult(1, 0, 0, 0)
@@ -121,7 +131,7 @@ class Rig:
         self.let_go: list[tuple[str, int]] = []
         self.suspected: list[tuple[str, int, Reason]] = []
         self.workers = Workers(let_go=lambda epoch: self.let_go.append(epoch.id))
-        stores, memory = settings.pop("stores", False), settings.pop("memory", False)
+        stores, memory, replicas = (settings.pop(name, False) for name in ("stores", "memory", "replicas"))
         self.coordinator = SidecarCoordinator(
             self.workers,
             self.mover,
@@ -129,6 +139,7 @@ class Rig:
             CoordinatorSettings(**{"takeover_timeout_s": 5.0, "load_timeout_s": 0.2, **settings}),
             stores=stores,
             memory=self.mover if memory else None,
+            replicas=self.mover if replicas else None,
             suspect=lambda *what: self.suspected.append(what),
         )
 
@@ -178,3 +189,16 @@ class Rig:
 
 def asked(stream: bool = True, **body: Any) -> SessionFacts:
     return SessionFacts(S, "/v1/completions", body, stream)
+
+
+def covering(outputs: int) -> StoredResult:
+    """KV of so many positions that a session can go on with `outputs` outputs."""
+    return StoredResult(True, 1, PROMPT_LEN, HASH, PROMPT_LEN + outputs - 1, outputs)
+
+
+async def running(rig: Rig, *tokens: int, facts: SessionFacts | None = None) -> tuple[Engine, Placement]:
+    """A session on w0 that has journaled these tokens."""
+    engine = rig.start("w0")
+    placement = await rig.coordinator.admit(facts or asked())
+    engine.admit(placement, *tokens)
+    return engine, placement
