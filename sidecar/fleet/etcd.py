@@ -69,8 +69,7 @@ class EtcdService(LeaseService):
         granted_s = float(answer.get("TTL", 0))
         if granted_s <= 0:
             raise LeaseLost(f"etcd: the lease of {member} is over; join again")
-        there = await self._etcd.call("kv/range", {"key": _b64(self._members + member), "count_only": True})
-        if int(there.get("count", 0)) != 1:
+        if not await self.is_there(member):
             raise LeaseLost(f"etcd: the entry of {member} is gone; join again")
         return granted_s
 
@@ -93,6 +92,11 @@ class EtcdService(LeaseService):
         except EtcdFault as fault:
             if not fault.is_not_found:
                 raise
+
+    async def is_there(self, member: MemberId) -> bool:
+        """Whether the member has an entry."""
+        there = await self._etcd.call("kv/range", {"key": _b64(self._members + member), "count_only": True})
+        return int(there.get("count", 0)) == 1
 
     async def bury(self, member: MemberId, mark: str) -> bool:
         """Never called: etcd itself takes away whose lease is over."""

@@ -68,9 +68,16 @@ class Informer:
             else:
                 await changed.wait()
 
-    def is_over(self, member: MemberId) -> bool:
-        """Whether no token can come from this member any more, as far as is known here."""
+    async def is_over(self, member: MemberId) -> bool:
+        """Whether no token can come from this member any more, as far as is known here.
+
+        The service is asked about one that was never heard of; a lease later it is over if there is none. ValueError
+        when that is no member's id.
+        """
         self.start()
+        is_known = self._roster.knows(member)
+        if not is_known and not await bounded(self._service.name, self._service.is_there(member)):
+            self._roster.absent(self._clock(), member)
         return self._roster.is_over(self._clock(), member)
 
     def first(self) -> MemberId | None:
@@ -189,7 +196,6 @@ class Informer:
         if not self._told:
             _log.warning("fleet: service=%s does not answer: %s", self._service.name, why)
             self._told = why
-        self._roster.interrupted()
         if self._picture is not None and self._picture.stale_since_s is None:
             self._publish(stale_since_s=self._answered_s)
 

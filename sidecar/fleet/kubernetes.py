@@ -79,6 +79,16 @@ class KubernetesService(LeaseService):
                 if not (fault.is_gone or fault.is_conflict):
                     raise
 
+    async def is_there(self, member: MemberId) -> bool:
+        """Whether the member has an object."""
+        try:
+            await self._api.get(self._member_object(member))
+        except KubernetesFault as fault:
+            if fault.is_gone:
+                return False
+            raise
+        return True
+
     async def bury(self, member: MemberId, mark: str) -> bool:
         """Delete the object as it was when it was seen last."""
         uid, _, version = mark.partition(" ")

@@ -93,6 +93,10 @@ class LeaseService(ABC):
         """Take away lease and entry; nothing happens where there are none."""
 
     @abstractmethod
+    async def is_there(self, member: MemberId) -> bool:
+        """Whether the member has an entry, as a quorum has it now."""
+
+    @abstractmethod
     async def bury(self, member: MemberId, mark: str) -> bool:
         """Take away a member that was not seen renewed for a lease; False if its entry is another than that of `mark`.
 

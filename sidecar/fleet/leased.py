@@ -103,7 +103,7 @@ class LeasedCoordination(Coordination):
             if any(one.id == first and not one.is_lost for one in self._members):
                 try:
                     for claim in await self._service.claims():
-                        if self._informer.is_over(claim.owner):
+                        if await self._informer.is_over(claim.owner):
                             await bounded(self._service.name, self._service.replace(claim, None))
                 except MidstreamError as error:
                     _log.warning("fleet: claims were not swept, and are next time: %s", error)

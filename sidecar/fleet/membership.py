@@ -93,7 +93,7 @@ class LeasedMembership(Membership):
     async def claim(self, session: SessionId, generation: Generation, lost: MemberId) -> ClaimAnswer:
         """Take up a session that was a member's who is lost."""
         self._require_lease()
-        is_over = self._informer.is_over(lost)
+        is_over = await self._informer.is_over(lost)
         claim = self._noted(Claim(session, generation, self.id))
         for _ in range(_ROUNDS_MAX):
             held = await self._bounded(self._service.claim(claim) if is_over else self._service.held(session))
@@ -105,7 +105,7 @@ class LeasedMembership(Membership):
             if held.owner == self.id and held.generation > generation:
                 self._claims[session] = held
                 return ClaimAnswer(Verdict.TAKEN, held)
-            if held.owner != self.id and not self._informer.is_over(held.owner):
+            if held.owner != self.id and not await self._informer.is_over(held.owner):
                 self._claims.pop(session, None)
                 return ClaimAnswer(Verdict.TAKEN, held)
             if await self._bounded(self._service.replace(held, claim)):

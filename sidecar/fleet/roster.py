@@ -8,6 +8,8 @@ Owns the picture's content. Invariants:
   so when it goes on), and anybody may delete a Kubernetes object. A member that has gone from the service cannot be
   renewed, so the lease is counted from when it was seen to have gone, or from its last renewal where all are seen.
 - what was not watched was not seen: after a gap every lease is counted from the end of the gap.
+- nothing follows from never having heard of a member: whoever names it can know of it sooner than the watch tells.
+  Its lease is counted from when the service was asked and had no entry of it.
 
 It does no I/O; who follows the service is `informer.py`.
 """
@@ -47,8 +49,6 @@ class Roster:
         self._are_seen = renewals is Renewals.SEEN
         self._tracked: dict[MemberId, _Tracked] = {}
         self._over: OrderedDict[MemberId, None] = OrderedDict()
-        # Since when every member that came would have been seen; infinite while nothing is.
-        self._watched_since_s = math.inf
         self.unreadable_count = 0
         self.version = 0  # grows with each change of what `members` returns
 
@@ -59,7 +59,6 @@ class Roster:
             if member not in entries and not tracked.has_gone:
                 tracked.until_s = now_s + lease_s_of(member)
                 self._go(member, now_s)
-        self._watched_since_s = now_s
         for member, entry in entries.items():
             self.put(now_s, member, entry)
 
@@ -90,9 +89,15 @@ class Roster:
                 tracked.until_s = now_s + _lease_s_or_longest(member)
             self._go(member, now_s)
 
-    def interrupted(self) -> None:
-        """From now on changes may be missed."""
-        self._watched_since_s = math.inf
+    def knows(self, member: MemberId) -> bool:
+        """Whether `is_over` has anything to go by. ValueError when that is no member's id."""
+        lease_s_of(member)
+        return member in self._tracked or member in self._over
+
+    def absent(self, now_s: float, member: MemberId) -> None:
+        """The service was asked for a member that is not known here, after that was named, and had no entry of it."""
+        if not self.knows(member) and len(self._tracked) < MEMBERS_MAX:
+            self._tracked[member] = _Tracked(Entry(""), None, now_s + lease_s_of(member), has_gone=True)
 
     def forget(self, member: MemberId) -> None:
         """This process itself had that id, and its fence is closed for good."""
@@ -125,12 +130,11 @@ class Roster:
         return min(self._waited_for(), default=math.inf)
 
     def is_over(self, now_s: float, member: MemberId) -> bool:
-        """Whether no token can come from this member any more. ValueError when that is no member's id."""
-        lease_s = lease_s_of(member)
+        """Whether no token can come from this member any more; False where that is not known."""
         tracked = self._tracked.get(member)
         if tracked is not None:
             return tracked.has_left or (tracked.has_gone and now_s >= tracked.until_s)
-        return member in self._over or now_s >= self._watched_since_s + lease_s
+        return member in self._over
 
     def members(self) -> dict[MemberId, Member]:
         """Those that are not known to be over and whose records can be read."""

@@ -10,15 +10,15 @@ from support.sim_fleet import Counts, TwoOwners, World, play
 from support.virtual_time import VirtualLoop
 
 
-def run(seed: int, renewals: Renewals, for_s: float = 150.0) -> Counts:
+def run(seed: int, renewals: Renewals, for_s: float = 200.0) -> Counts:
     world = World(seed, renewals)
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(play(world, 4, for_s))
+        runner.run(play(world, 5, for_s))
     return world.counts
 
 
 @pytest.mark.parametrize("renewals", Renewals)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(12))
 def test_at_no_time_two_members_who_may_send_own_a_session(seed: int, renewals: Renewals) -> None:
     counts = run(seed, renewals)
     assert counts.won > 20, counts

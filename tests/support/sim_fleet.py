@@ -185,6 +185,9 @@ class SimService(LeaseService):
     async def remove(self, member: MemberId) -> None:
         return await self._asked(lambda: self._world.end(member))
 
+    async def is_there(self, member: MemberId) -> bool:
+        return await self._asked(lambda: member in self._world.members)
+
     async def bury(self, member: MemberId, mark: str) -> bool:
         def done() -> bool:
             held = self._world.members.get(member)

@@ -61,7 +61,6 @@ def test_who_said_that_it_left_is_over_at_once() -> None:
 
 def test_after_a_gap_every_lease_is_counted_anew() -> None:
     made = roster(Renewals.SEEN)
-    made.interrupted()
     made.whole(1000.0, {A: ENTRY})
     assert made.silent(1009.9) == []
     assert made.silent(1010.0) == [(A, "1")]
@@ -72,28 +71,30 @@ def test_after_a_gap_every_lease_is_counted_anew() -> None:
 def test_one_that_faded_before_a_gap_fades_on() -> None:
     made = roster()
     made.gone(105.0, A)
-    made.interrupted()
     made.whole(112.0, {B: ENTRY})
     assert made.is_over(115.0, A)
 
 
-def test_of_a_member_that_was_never_seen_a_lease_is_waited_for_since_all_would_have_been_seen() -> None:
-    made = Roster(Renewals.UNSEEN)
-    assert not made.is_over(1e9, STRANGER)
-    made.whole(100.0, {})
-    assert not made.is_over(129.9, STRANGER)
-    assert made.is_over(130.0, STRANGER)
-    made.interrupted()
-    assert not made.is_over(1e9, STRANGER)
+def test_of_a_member_that_was_never_heard_of_the_lease_is_counted_from_when_the_service_had_none() -> None:
+    made = roster()
+    assert not made.knows(STRANGER)
+    assert not made.is_over(1e9, STRANGER), "its entry can be under way to here"
+    made.absent(200.0, STRANGER)
+    assert set(made.members()) == {A, B}
+    assert not made.is_over(229.9, STRANGER)
+    assert made.is_over(230.0, STRANGER)
+    made.tick(230.0)
+    assert made.is_over(230.0, STRANGER)
+    made.absent(300.0, STRANGER)
+    assert made.is_over(300.0, STRANGER)
     with pytest.raises(ValueError, match="expected <name>"):
-        made.is_over(0, "stranger")  # type: ignore[arg-type]
+        made.knows("stranger")  # type: ignore[arg-type]
 
 
 def test_what_is_over_stays_over_through_a_gap() -> None:
     made = roster()
     made.gone(100.0, A)
     made.tick(110.0)
-    made.interrupted()
     assert made.is_over(110.0, A)
 
 
