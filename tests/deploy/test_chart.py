@@ -187,7 +187,7 @@ def test_names_are_unique_and_short_enough_for_what_is_added_to_them(chart: Char
         assert all(len(value) <= 63 for value in document["metadata"]["labels"].values())
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(name=st.from_regex(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*", fullmatch=True))
 def test_whatever_a_release_is_called_a_service_can_have_its_name(chart: Charts, name: str) -> None:
     rendered = chart.render(name=name[:53].rstrip(".-"))

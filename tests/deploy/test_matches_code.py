@@ -21,7 +21,7 @@ from midstream.sidecar import api, servants
 from midstream.sidecar.cli_app import app
 from midstream.sidecar.config import Arena, Restore
 from midstream.sidecar.fleet import kubernetes_access, kubernetes_api
-from midstream.sidecar.gateway import daemon as gateway_daemon
+from midstream.sidecar.gateway.routes import routes as gateway_routes
 from midstream.sidecar.leaving import HOLDER
 from midstream.sidecar.state_dir import URL
 from midstream.sidecar.workers import Workers
@@ -77,7 +77,7 @@ def test_every_path_that_is_asked_for_is_one_that_the_sidecar_serves(rendered: R
     gateway = gateway_of(rendered)
     # Whose routes are its own, with the same names.
     at_gateway = {gateway[probe]["httpGet"]["path"] for probe in ("startupProbe", "readinessProbe", "livenessProbe")}
-    assert at_gateway <= set(re.findall(r'web\.get\("(\S+)"', inspect.getsource(gateway_daemon)))
+    assert at_gateway <= {str(getattr(route, "path", "")) for route in gateway_routes(nobody, nobody)}
     scraped = {endpoint["path"] for endpoint in rendered.one("ServiceMonitor")["spec"]["endpoints"]}
     assert probed | scraped <= served
     # A process that lives but has no worker must not be killed for it, nor get requests.

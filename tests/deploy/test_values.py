@@ -69,8 +69,11 @@ def test_the_gateways_file_names_the_pods_as_they_are_called(chart: Charts, tmp_
     }
     assert (loaded.gateway.poll_s, loaded.proxy.reattach_s, loaded.listen.port) == (0.5, 60, 9000)
     # Both are of one fleet, and read the same secret.
-    assert settings_of(rendered, tmp_path).fleet == loaded.fleet
-    assert (loaded.fleet.coordination, loaded.fleet.group) == ("kubernetes", name)
+    node = settings_of(rendered, tmp_path).fleet
+    assert (node.coordination, node.group, node.secret_file) == ("kubernetes", name, loaded.fleet.secret_file)
+    assert loaded.fleet.group == node.group
+    # With another word it would look for its nodes there.
+    assert loaded.fleet.coordination == "none"
     for pod in rendered.pods:
         containers = [*pod["containers"], *pod.get("initContainers", [])]
         mounts = {m["name"]: m["mountPath"] for container in containers for m in container["volumeMounts"]}
@@ -196,11 +199,12 @@ engines = st.fixed_dictionaries(
 arenas = st.fixed_dictionaries({"slot_count": st.integers(1, 65536), "page_count": st.integers(16, 1 << 20)})
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     engine=engines,
     arena=arenas,
     tier1=st.integers(0, 1 << 44),
+    replicas=st.integers(0, 1 << 44),
     drain=st.fixed_dictionaries({"delaySeconds": st.integers(0, 300), "deadlineSeconds": st.integers(1, 3600)}),
     grace=st.one_of(st.none(), st.integers(1, 8000)),
     on_cpu=st.booleans(),
@@ -212,6 +216,7 @@ def test_whatever_the_values_memory_and_time_are_enough(
     engine: dict[str, Any],
     arena: dict[str, int],
     tier1: int,
+    replicas: int,
     drain: dict[str, int],
     grace: int | None,
     on_cpu: bool,
@@ -219,7 +224,7 @@ def test_whatever_the_values_memory_and_time_are_enough(
 ) -> None:
     values = {
         **merged(CPU if on_cpu else {}, {"engine": engine}),
-        "config": {"arena": arena, "tier1": {"bytes": tier1}},
+        "config": {"arena": arena, "tier1": {"bytes": tier1}, "replicas": {"memory_bytes": replicas}},
         "drain": drain,
         "terminationGracePeriodSeconds": grace,
         "store": store,
@@ -244,7 +249,8 @@ def test_whatever_the_values_memory_and_time_are_enough(
     room = mebibytes(run["emptyDir"]["sizeLimit"]) * MIB
     assert 3 * engine["count"] * arena_bytes <= room <= 3 * engine["count"] * arena_bytes + 32 * MIB
     sidecar = mebibytes(rendered.container("midstream")["resources"]["limits"]["memory"]) * MIB
-    assert sidecar >= 3 * engine["count"] * arena_bytes + loaded.tier1.bytes + (1 << 30)
+    kept = loaded.tier1.bytes + loaded.replicas.memory_bytes
+    assert sidecar >= 3 * engine["count"] * arena_bytes + kept + (1 << 30)
     if on_cpu:
         kv = engine["cpu"]["kvCacheGiB"]
         assert mebibytes(rendered.container("holder")["resources"]["limits"]["memory"]) > kv * 1024 * engine["count"]

@@ -45,6 +45,8 @@
       "gateway" (dict "nodes" (join "," $nodes))
       "supervise" (dict "stop_timeout_s" (int64 .Values.drain.deadlineSeconds)) -}}
 {{- $ours = mustMergeOverwrite $ours (include "midstream.fleetConfig" . | fromYaml) -}}
+{{- /* Else a gateway would ask the coordination service for nodes, and these tell it no address of theirs. */ -}}
+{{- $ours = mustMergeOverwrite $ours (dict "fleet" (dict "coordination" "none")) -}}
 {{- $usual := dict "log" (dict "format" "json") -}}
 {{- toYaml (mustMergeOverwrite $usual (deepCopy .Values.config) $ours) -}}
 {{- end -}}

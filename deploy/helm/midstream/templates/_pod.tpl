@@ -120,14 +120,15 @@ securityContext:
   emptyDir:
     sizeLimit: {{ int64 .Values.store.sizeGiB }}Gi
 {{- end }}
-{{- include "midstream.fleetVolumes" . }}
+{{- include "midstream.secretVolume" . }}
+{{- include "midstream.tokenVolume" . }}
 {{- with .Values.volumes }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
 
-{{/* What nodes and gateways prove themselves with, to each other and to the API. */}}
-{{- define "midstream.fleetVolumes" -}}
+{{/* By which nodes believe gateways. */}}
+{{- define "midstream.secretVolume" -}}
 {{- if .Values.fleet.secretName }}
 - name: fleet-secret
   secret:
@@ -138,6 +139,18 @@ securityContext:
       - key: {{ .Values.fleet.secretKey }}
         path: secret
 {{- end }}
+{{- end -}}
+
+{{- define "midstream.secretMount" -}}
+{{- if .Values.fleet.secretName }}
+- name: fleet-secret
+  mountPath: /etc/midstream-fleet
+  readOnly: true
+{{- end }}
+{{- end -}}
+
+{{/* With which a sidecar proves itself to the API, as the API's clients look for it. */}}
+{{- define "midstream.tokenVolume" -}}
 {{- if eq .Values.fleet.coordination "kubernetes" }}
 - name: token
   projected:
@@ -157,12 +170,7 @@ securityContext:
 {{- end }}
 {{- end -}}
 
-{{- define "midstream.fleetMounts" -}}
-{{- if .Values.fleet.secretName }}
-- name: fleet-secret
-  mountPath: /etc/midstream-fleet
-  readOnly: true
-{{- end }}
+{{- define "midstream.tokenMount" -}}
 {{- if eq .Values.fleet.coordination "kubernetes" }}
 - name: token
   mountPath: /var/run/secrets/kubernetes.io/serviceaccount

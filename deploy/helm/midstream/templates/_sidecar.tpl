@@ -126,7 +126,8 @@ capabilities:
     - name: store
       mountPath: /var/lib/midstream
     {{- end }}
-    {{- include "midstream.fleetMounts" . | nindent 4 }}
+    {{- include "midstream.secretMount" . | nindent 4 }}
+    {{- include "midstream.tokenMount" . | nindent 4 }}
     {{- with .Values.sidecar.volumeMounts }}
     {{- toYaml . | nindent 4 }}
     {{- end }}

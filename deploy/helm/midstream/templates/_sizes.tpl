@@ -14,10 +14,10 @@
 {{- div (add $bytes 1048575) 1048576 -}}
 {{- end -}}
 
-{{/* The sidecar: it allocates the arenas, and its mover fills tier 1. */}}
+{{/* The sidecar: it allocates the arenas, its mover fills tier 1, and it may keep other nodes' snapshots. */}}
 {{- define "midstream.sidecarMiB" -}}
-{{- $tier1 := div (add (int64 (dig "tier1" "bytes" 0 .Values.config)) 1048575) 1048576 -}}
-{{- add (int64 .Values.sidecar.memoryMiB) (int64 (include "midstream.arenasMiB" .)) $tier1 -}}
+{{- $kept := add (int64 (dig "tier1" "bytes" 0 .Values.config)) (int64 (dig "replicas" "memory_bytes" 0 .Values.config)) -}}
+{{- add (int64 .Values.sidecar.memoryMiB) (int64 (include "midstream.arenasMiB" .)) (div (add $kept 1048575) 1048576) -}}
 {{- end -}}
 
 {{/* The holder. After an engine's death its pool in host memory is the pod's, and the next engine may make another. */}}
