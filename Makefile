@@ -60,8 +60,9 @@ test: lint
 	export MIDSTREAM_TEST_TINY_MODEL="$$($(ENSURE) tiny-model)"
 	export MIDSTREAM_TEST_MODEL="$$($(ENSURE) model)"
 	export MIDSTREAM_TEST_VLLM_PYTHON="$$($(ENSURE) vllm)"
-	# Where it cannot be had its tests are skipped, and say so.
+	# Where they cannot be had their tests are skipped, and say so.
 	export MIDSTREAM_TEST_ETCD="$$($(ENSURE) etcd)"
+	export MIDSTREAM_TEST_MOONCAKE_PYTHON="$$($(ENSURE) mooncake)"
 	# Wide enough that a failure's line at the end names its reason.
 	export COLUMNS=240
 	suite() { $(BIN)/pytest -v -ra $(TIMES) "$$@" $(TESTS) || { code=$$?; [ $$code = 5 ] || return $$code; }; }
