@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ class Connection:
         raw = await self.reader.readuntil(b"\r\n\r\n")
         first, *lines = raw.decode().rstrip().split("\r\n")
         self.status = int(first.split()[1])
+        # Such an answer has no body.
+        self.ended = self.status == 204
         self.headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
         return self
 
@@ -61,11 +64,22 @@ class Connection:
 
 @asynccontextmanager
 async def connected(
-    url: str, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+    url: str,
+    method: str,
+    path: str,
+    body: bytes = b"",
+    headers: Mapping[str, str] | None = None,
+    *,
+    narrow: bool = False,
 ) -> AsyncIterator[Connection]:
-    """Send one request."""
+    """Send one request. `narrow`: over a socket that holds little of what its client has not read."""
     parts = urlsplit(url)
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    with socket.socket() as sock:
+        if narrow:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, (parts.hostname, parts.port))
+        reader, writer = await asyncio.open_connection(sock=sock.dup(), limit=1 << 16)
     told = {"Host": "x", "Content-Type": "application/json", "Content-Length": str(len(body)), **(headers or {})}
     lines = "".join(f"{name}: {value}\r\n" for name, value in told.items())
     writer.write(f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode() + body)
