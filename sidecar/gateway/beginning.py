@@ -20,6 +20,8 @@ def beginning_of(body: Mapping[str, Any]) -> bytes:
     parts: list[str] = []
     left = BEGINNING_CHARS
     for name in _FIELDS:
+        if body.get(name) is not None:
+            parts.append(name)
         for word in _words(body.get(name), 0):
             parts.append(word[:left])
             left -= len(parts[-1])

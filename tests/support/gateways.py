@@ -3,6 +3,7 @@
 import asyncio
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import aiohttp
 import psutil
 
 from midstream.loadtest.client import Answer, read_stream, read_whole
-from support.sidecars import CHAT, COMPLETIONS, MODEL, REPORT, Sidecar
+from support.sidecars import CHAT, COMPLETIONS, MODEL, REPORT, Sidecar, until
 
 START_S = 30.0
 
@@ -42,22 +43,29 @@ class Fleet:
         }
         self.log = folder / "gateway.log"
         self.url = ""
+        self.gateway_settings: Mapping[str, object] = {}
         self._gateway: subprocess.Popen[bytes] | None = None
 
-    async def start(self, settings: Mapping[str, object] | None = None) -> None:
+    async def start(self) -> None:
         """Start all of it, and wait until the gateway has all nodes."""
         await asyncio.gather(*(asyncio.to_thread(node.start) for node in self.nodes.values()))
+        await self.start_gateway()
+
+    async def start_gateway(self, *, secret: Path | None = None) -> None:
+        """Start the gateway, and wait until it has all nodes; one with another `secret` has none of them."""
+        self.url, self.log = "", self.folder / f"gateway-{secrets.token_hex(4)}.log"
         named = [word for name, node in self.nodes.items() for word in ("--node", f"{name}={node.url}")]
-        sets = [word for key, value in (settings or {}).items() for word in ("--set", f"{key}={value}")]
+        sets = [word for key, value in self.gateway_settings.items() for word in ("--set", f"{key}={value}")]
         argv = [
             sys.executable, "-m", "midstream.sidecar.cli", "gateway", *named, "--port", "0",
-            "--secret-file", str(self.secret), *sets,
+            "--secret-file", str(secret or self.secret), *sets,
         ]  # fmt: skip
         with self.log.open("ab") as sink:
             self._gateway = subprocess.Popen(argv, stdout=sink, stderr=sink, env=dict(os.environ))  # noqa: ASYNC220
         deadline_s = time.monotonic() + START_S
         async with aiohttp.ClientSession() as http:
-            while set(await self.readiness(http)) != {"ready"}:
+            wanted = {"ready"} if secret is None else {"lost"}
+            while set(await self.readiness(http)) != wanted:
                 assert time.monotonic() < deadline_s, self.log.read_text()
                 await asyncio.sleep(0.05)
 
@@ -100,22 +108,74 @@ class Fleet:
 
     async def whole(self, http: aiohttp.ClientSession, body: dict[str, Any]) -> Answer:
         """An answer in one piece through the gateway."""
-        return await read_whole(http, self.url + COMPLETIONS, {"model": MODEL, **body})
+        return await read_whole(http, self.url + COMPLETIONS, {"model": MODEL, **body}, headers=REPORT)
+
+    async def state(self, http: aiohttp.ClientSession, name: str) -> str:
+        """How a node is, as the gateway has it."""
+        return next(n["readiness"] for n in (await self.status(http))["nodes"] if n["name"] == name)
+
+    async def until_state(self, http: aiohttp.ClientSession, name: str, *states: str, limit_s: float = 30.0) -> float:
+        """Wait until a node is in one of these states for the gateway, and return how long that took."""
+
+        async def reached(http: aiohttp.ClientSession) -> bool:
+            return await self.state(http, name) in states
+
+        return await until(reached, http, limit_s)
+
+    async def whole_again(self, http: aiohttp.ClientSession) -> None:
+        """Start what was lost, and wait until the gateway has it all."""
+        lost = [
+            node
+            for node in self.nodes.values()
+            if node.process.process is None or node.process.process.poll() is not None
+        ]
+        await asyncio.gather(*(asyncio.to_thread(node.start) for node in lost))
+        if self._gateway is None or self._gateway.poll() is not None:
+            await self.start_gateway()
+        for name in self.nodes:
+            await self.until_state(http, name, "ready")
 
     def lose(self, name: str) -> None:
         """SIGKILL to all of a node at once: its sidecar and everything that it has started."""
+        self._signal(name, signal.SIGKILL)
+        process = self.nodes[name].process.process
+        assert process is not None
+        process.wait(10)
+
+    def freeze(self, name: str) -> None:
+        """SIGSTOP to all of a node: it is there, and says nothing."""
+        self._signal(name, signal.SIGSTOP)
+
+    def thaw(self, name: str) -> None:
+        """SIGCONT to all of it."""
+        self._signal(name, signal.SIGCONT)
+
+    def end(self, name: str) -> None:
+        """SIGTERM to a node's sidecar: it drains."""
+        os.kill(self.nodes[name].pid, signal.SIGTERM)
+
+    def lose_gateway(self) -> None:
+        """SIGKILL to the gateway."""
+        assert self._gateway is not None
+        self._gateway.kill()
+        self._gateway.wait(10)
+
+    def _signal(self, name: str, number: signal.Signals) -> None:
         root = psutil.Process(self.nodes[name].pid)
         holders = [p for p in self.nodes[name].holders() if p.pid != root.pid]
         for process in (root, *root.children(recursive=True), *holders):
             if process.is_running():
-                process.kill()
+                process.send_signal(number)
 
     def stop(self) -> None:
         """End all of it."""
         if self._gateway is not None:
             self._gateway.kill()
             self._gateway.wait(10)
-        for node in self.nodes.values():
+        # In good order it would take each engine's time to end.
+        for name, node in self.nodes.items():
+            if node.process.process is not None and node.process.process.poll() is None:
+                self.lose(name)
             node.stop()
 
 
