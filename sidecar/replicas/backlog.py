@@ -44,6 +44,7 @@ class _Session:
     checked_s: float = 0.0
     not_before_s: float = 0.0
     is_told: bool = False
+    published_s: float | None = None
 
     @property
     def missing(self) -> int:
@@ -59,9 +60,10 @@ class _Session:
 
 
 class Backlog:
-    """The account of one store."""
+    """The account of one store. A session that is there is not sent again within `every_s`."""
 
-    def __init__(self) -> None:
+    def __init__(self, every_s: float = 0.0) -> None:
+        self._every_s = every_s
         self._sessions: dict[SessionId, _Session] = {}
 
     def see(self, heads: Sequence[Head], now_s: float) -> None:
@@ -80,7 +82,7 @@ class Backlog:
         """A snapshot of a session is there now."""
         known = self._sessions.get(session)
         if known is not None and (generation, kv_len) >= (known.generation, known.kv_len):
-            known.since_s = None
+            known.since_s, known.published_s = None, now_s
             self.found(session, generation, kv_len, now_s)
 
     def unchecked(self, since_s: float) -> SessionId | None:
@@ -126,6 +128,8 @@ class Backlog:
         for session, known in self._sessions.items():
             shape = shapes.get(session)
             if shape is None or not known.missing or now_s < known.not_before_s:
+                continue
+            if known.covered and known.published_s is not None and now_s < known.published_s + self._every_s:
                 continue
             head, covered = known.head, known.covered
             blocks = -(-head.kv_len // shape.block_tokens) - covered // shape.block_tokens

@@ -56,12 +56,19 @@ class ObjectStore:
         names: Names,
         *,
         bytes_max: int,
+        trust_s: float = 0.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Open the store and take stock of what its writer has there. ReplicaError when it does not answer."""
+        """Open the store and take stock of what its writer has there. ReplicaError when it does not answer.
+
+        What this writer has put there, or seen there, is taken to be there for `trust_s`: a service that loses nothing
+        and counts questions need not be asked again and again. Whoever reads another writer's asks all the same.
+        """
         self._objects = objects
         self._names = names
         self._bytes_max = bytes_max
+        self._trust_s = trust_s
+        self._trusted_until_s: dict[str, float] = {}
         self._clock = clock
         self._mutex = threading.RLock()
         self._publishing = threading.RLock()
@@ -201,7 +208,7 @@ class ObjectStore:
             for name in known:
                 if name not in there:
                     self._ledger.unpin(name)
-                    self._ledger.drop_chunk(name)
+                    self._drop_chunk(name)
         return there
 
     def write_chunk(self, name: str, stored: bytes) -> None:
@@ -220,6 +227,7 @@ class ObjectStore:
                 if written:
                     self._ledger.add_chunk(name, len(stored))
                     self._ledger.pin(name)
+                    self._trust([name])
 
     def publish(self, snapshot: Manifest) -> str:
         """Make a snapshot visible after its chunks."""
@@ -231,7 +239,7 @@ class ObjectStore:
             if gone:
                 with self._mutex:
                     for name in gone:
-                        self._ledger.drop_chunk(name)
+                        self._drop_chunk(name)
                 raise ReplicaError(
                     Refusal.MISSING,
                     f"snapshot of session {session}: {len(gone)} of its chunks are not stored, {gone[0]} first; "
@@ -317,7 +325,7 @@ class ObjectStore:
         if names:
             self._objects.remove([self._names.chunk(name, self._names.writer) for name in names])
             for name in names:
-                self._ledger.drop_chunk(name)
+                self._drop_chunk(name)
 
     def _manifests(self, session: SessionId) -> Sequence[str]:
         if not SESSION_NAME.fullmatch(session):
@@ -368,11 +376,32 @@ class ObjectStore:
         return [name for name in names if name not in there]
 
     def _present(self, names: Collection[str], writer: str | None = None) -> frozenset[str]:
-        of_object = {self._names.chunk(name, writer or self._names.writer): name for name in names}
+        owner = writer or self._names.writer
+        trusted = self._trusted(names) if owner == self._names.writer else frozenset()
+        of_object = {self._names.chunk(name, owner): name for name in names if name not in trusted}
         if not of_object:
-            return frozenset()
+            return trusted
         there = self._counted(lambda: self._objects.present(list(of_object)))
-        return frozenset(of_object[found] for found in there)
+        found = frozenset(of_object[place] for place in there)
+        if owner == self._names.writer:
+            self._trust(found)
+        return trusted | found
+
+    def _trust(self, names: Iterable[str]) -> None:
+        if self._trust_s:
+            until_s = time.monotonic() + self._trust_s
+            with self._mutex:
+                # Nobody is trusted for longer than it is in the account.
+                self._trusted_until_s |= {n: until_s for n in names if self._ledger.chunk_bytes(n) is not None}
+
+    def _trusted(self, names: Collection[str]) -> frozenset[str]:
+        now_s = time.monotonic()
+        with self._mutex:
+            return frozenset(name for name in names if self._trusted_until_s.get(name, 0.0) > now_s)
+
+    def _drop_chunk(self, name: str) -> None:
+        self._ledger.drop_chunk(name)
+        self._trusted_until_s.pop(name, None)
 
     def _remember(self, placed: Placed) -> None:
         if placed.writer == self._names.writer:
@@ -403,7 +432,7 @@ class ObjectStore:
                     self._corrupt += not is_last
                     if is_last:
                         self._objects.remove([place])
-                        self._ledger.drop_chunk(name)
+                        self._drop_chunk(name)
                         raise
         raise AssertionError("unreachable")
 

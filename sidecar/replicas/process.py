@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,14 @@ def main(arguments: list[str] | None = None) -> int:
         check_means(remotes, means)
         own, budget = OwnStore(options.store), Budget(options.bytes_per_s)
         couriers = [
-            Courier(remote.name, lambda remote=remote: open_remote(remote, means), own, budget)  # type: ignore[misc]
+            Courier(
+                remote.name,
+                lambda remote=remote: open_remote(remote, means),  # type: ignore[misc]
+                own,
+                budget,
+                every_s=remote.every_s,
+                recheck_s=remote.recheck_s,
+            )
             for remote in remotes
         ]
         with private_socket(options.socket, socket.SOCK_STREAM, backlog=BACKLOG) as local:
@@ -149,7 +157,8 @@ class _Replicas:
         host, port = self._options.listen
         if credentials.server is None and host not in ("127.0.0.1", "::1", "localhost"):
             raise ConfigError(f"{host} is beyond this machine: what is sent there needs TLS; give certificates")
-        verifier = Verifier(credentials.secret) if credentials.secret is not None else None
+        secret = credentials.secret
+        verifier = Verifier(secret, not_before_s=time.time()) if secret is not None else None
         self._peer = PeerServer(self._kept, verifier)
         try:
             listener = socket.create_server((host, port), backlog=BACKLOG, reuse_port=False)

@@ -4,6 +4,9 @@
     mooncake://HOST:PORT?host=THIS&protocol=rdma&devices=mlx5_0&copies=2&admin=http://HOST:9003&segment=BYTES
     s3://BUCKET/PREFIX?endpoint=https://HOST&region=NAME
 
+Each may have `every=SECONDS`: a session that is there is not sent again within that time (s3: 60, for each snapshot is
+several requests that are counted; the others: 0).
+
 Owns the names. Invariant: what `parse_remotes` returns can be opened as far as its name tells; nothing is asked before
 `open_remote`.
 """
@@ -17,6 +20,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from ...session.errors import ConfigError
 from .contract import Objects, ReplicaStore
+from .courier import RECHECK_S
 from .credentials import Credentials
 from .mooncake_objects import Mooncake, MooncakeObjects
 from .object_names import Names
@@ -26,6 +30,8 @@ from .s3_objects import S3Objects
 
 REMOTES_MAX = 2
 PREFIX = "midstream/1/"
+# What was put into a bucket stays there, unless somebody removes it.
+S3_TRUST_S = 3600.0
 
 
 class Kind(StrEnum):
@@ -37,9 +43,9 @@ class Kind(StrEnum):
 
 
 _OPTIONS: Mapping[Kind, frozenset[str]] = {
-    Kind.PEER: frozenset(),
-    Kind.MOONCAKE: frozenset({"host", "metadata", "protocol", "devices", "copies", "admin", "segment"}),
-    Kind.S3: frozenset({"endpoint", "region"}),
+    Kind.PEER: frozenset({"every"}),
+    Kind.MOONCAKE: frozenset({"every", "host", "metadata", "protocol", "devices", "copies", "admin", "segment"}),
+    Kind.S3: frozenset({"every", "endpoint", "region"}),
 }
 
 
@@ -52,6 +58,16 @@ class Remote:
     place: str
     folder: str
     options: Mapping[str, str]
+
+    @property
+    def every_s(self) -> float:
+        """How long a session that is there is not sent again."""
+        return float(self.options.get("every", "60" if self.kind is Kind.S3 else "0"))
+
+    @property
+    def recheck_s(self) -> float:
+        """After how long it is looked whether a session is still there."""
+        return S3_TRUST_S if self.kind is Kind.S3 else RECHECK_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +94,7 @@ def parse_remotes(text: str) -> tuple[Remote, ...]:
             raise ValueError(f"{part}: {kind} has no {', '.join(sorted(unknown))}; it has {sorted(_OPTIONS[kind])}")
         if not url.hostname or url.username or url.fragment or (kind is not Kind.S3 and (url.port is None or url.path)):
             raise ValueError(f"{part}: expected {'a bucket' if kind is Kind.S3 else 'HOST:PORT'} after {kind}://")
-        for number in ("copies", "segment"):
+        for number in ("copies", "segment", "every"):
             if not options.get(number, "1").isdecimal():
                 raise ValueError(f"{part}: {number} is a number")
         name = f"{kind}{2 if any(other.kind is kind for other in found) else ''}"
@@ -110,15 +126,16 @@ def open_remote(remote: Remote, means: Means) -> ReplicaStore:
         is_tls = means.credentials is not None and means.credentials.client is not None
         return PeerStore(Peer(f"http{'s' if is_tls else ''}://{remote.place}", credentials=means.credentials))
     objects: Objects
-    prefix = PREFIX
+    prefix, trust_s = PREFIX, 0.0
     if remote.kind is Kind.S3:
         objects = S3Objects(remote.place, endpoint=remote.options.get("endpoint"), region=remote.options.get("region"))
         prefix = f"{remote.folder}/{PREFIX}" if remote.folder else PREFIX
+        trust_s = S3_TRUST_S
     else:
         assert means.mooncake_python is not None
         objects = MooncakeObjects(_mooncake(remote, means.mooncake_python))
     try:
-        return ObjectStore(objects, Names(prefix, means.writer), bytes_max=means.bytes_max)
+        return ObjectStore(objects, Names(prefix, means.writer), bytes_max=means.bytes_max, trust_s=trust_s)
     except BaseException:
         objects.close()
         raise

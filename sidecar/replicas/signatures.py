@@ -50,12 +50,16 @@ def authorization(secret: bytes, method: str, target: str, body: bytes | memoryv
 
 
 class Verifier:
-    """Checks requests that were signed with one secret."""
+    """Checks requests that were signed with one secret.
 
-    def __init__(self, secret: bytes) -> None:
+    One that has just started has seen nothing yet: it believes nothing that was signed before `not_before_s`.
+    """
+
+    def __init__(self, secret: bytes, *, not_before_s: float = 0.0) -> None:
         if len(secret) < SECRET_BYTES_MIN:
             raise ValueError(f"a secret of {len(secret)} bytes is too short; use {SECRET_BYTES_MIN} or more")
         self._secret = secret
+        self._not_before_s = not_before_s
         # When each may be forgotten; in the order of arrival.
         self._seen: OrderedDict[str, float] = OrderedDict()
 
@@ -71,6 +75,8 @@ class Verifier:
             raise NotSigned("it was signed with another secret, or changed since")
         if abs(now_s - time_ms / 1000) > WINDOW_S:
             raise NotSigned(f"its time is {now_s - time_ms / 1000:.0f} s off; set the clocks of all nodes")
+        if time_ms / 1000 < self._not_before_s:
+            raise NotSigned("it was signed before this process began")
         self._forget(now_s)
         if once in self._seen:
             raise NotSigned("it was sent before")

@@ -67,7 +67,7 @@ class Rig:
         self.disk = DiskStore(folder)
         self.remote = Remote()
         self.budget = Budget(bytes_per_s)
-        self.courier = Courier("there", self.open, OwnStore(folder), self.budget)
+        self.courier = Courier("there", self.open, OwnStore(folder), self.budget, recheck_s=0.3)
         self.thread = threading.Thread(target=self.courier.run)
 
     def open(self) -> ObjectStore:
@@ -154,8 +154,7 @@ def test_pauses_grow_while_a_store_is_down(rig: Rig, monkeypatch: pytest.MonkeyP
     assert 4 <= rig.courier.status()["failures_unreachable"] <= 20
 
 
-def test_what_a_store_has_lost_is_found_out_and_sent_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(couriers, "RECHECK_S", 0.3)
+def test_what_a_store_has_lost_is_found_out_and_sent_again(rig: Rig) -> None:
     rig.start()
     manifest = write(rig.disk, range(3))
     rig.until(lambda: rig.there() == 12)
@@ -188,6 +187,8 @@ def test_a_full_store_is_said_and_tried_again(rig: Rig) -> None:
     rig.start()
     write(rig.disk, range(2))
     rig.until(lambda: rig.courier.status()["failures_full"] >= 2)
+    # It is no reason to think that what is there was lost.
+    assert rig.courier.status()["up"] == 1
     rig.remote.before_put = lambda name: None
     rig.until(lambda: rig.there() == 8)
 

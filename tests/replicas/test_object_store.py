@@ -170,6 +170,33 @@ def test_a_writer_that_dies_at_any_point_leaves_the_latest_as_it_was_or_the_new_
     assert again.figures().size_bytes == opened(objects).figures().size_bytes
 
 
+def test_a_service_that_loses_nothing_is_not_asked_again_and_again(objects: MemoryObjects) -> None:
+    class Counting:
+        asked = 0
+
+    present = objects.present
+
+    def counted(names: Collection[str]) -> frozenset[str]:
+        Counting.asked += len([name for name in names if "/chunks/" in name])
+        return present(names)
+
+    objects.present = counted  # type: ignore[method-assign, assignment]
+    store = ObjectStore(objects, Names(PREFIX, "node-a"), bytes_max=1 << 30, trust_s=60.0)
+    manifest = write(store, range(10))
+    with store.begin() as draft:
+        assert draft.keep_all(manifest.chunks) == set(manifest.chunks)
+        draft.publish(replace(manifest, created_at=2000.0))
+    assert store.latest(SESSION) is not None
+    assert Counting.asked == 0
+    # Whoever reads what another has written asks for all of it.
+    assert opened(objects, "node-b").latest(SESSION) is not None
+    assert Counting.asked == 10
+    # What it has removed itself is not taken to be there.
+    store.delete(SESSION)
+    with store.begin() as draft:
+        assert draft.keep_all(manifest.chunks) == frozenset()
+
+
 def test_a_full_store_lets_finished_sessions_go_first_and_then_says_so(objects: MemoryObjects) -> None:
     store = ObjectStore(objects, Names(PREFIX, "node-a"), bytes_max=100_000, clock=lambda: 1000.0)
     sessions = [SessionId(f"{n:032x}") for n in range(1, 6)]

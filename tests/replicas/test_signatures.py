@@ -89,6 +89,13 @@ def test_what_is_remembered_is_bounded_and_full_means_no() -> None:
     assert len(verifier._seen) == 1
 
 
+def test_what_was_signed_before_a_process_began_is_not_believed_by_it() -> None:
+    verifier = Verifier(SECRET, not_before_s=NOW)
+    with pytest.raises(NotSigned, match="before this process"):
+        verifier.check("PUT", "/chunks/x?draft=1", header(now_s=NOW - 0.5), now_s=NOW + 1)
+    verifier.check("PUT", "/chunks/x?draft=1", header(now_s=NOW + 0.5), now_s=NOW + 1)
+
+
 def test_a_short_secret_is_refused() -> None:
     with pytest.raises(ValueError, match="too short"):
         Verifier(b"short")

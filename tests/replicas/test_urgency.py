@@ -148,6 +148,20 @@ def test_only_what_is_missing_counts_and_who_was_put_off_waits() -> None:
     assert len(backlog.behind(SHAPES, 5.0)) == 1
 
 
+def test_a_store_that_is_sent_to_now_and_then_is_left_alone_in_between() -> None:
+    backlog = Backlog(every_s=60.0)
+    backlog.see([head(kv_len=100)], 1.0)
+    assert len(backlog.behind(SHAPES, 1.0)) == 1
+    backlog.published(A, 1, 100, 2.0)
+    backlog.see([head(kv_len=160)], 3.0)
+    assert backlog.behind(SHAPES, 61.9) == []
+    assert backlog.lag(61.9).tokens == 60
+    assert len(backlog.behind(SHAPES, 62.0)) == 1
+    # Of a new owner nothing is there yet.
+    backlog.see([head(kv_len=160, generation=2)], 4.0)
+    assert len(backlog.behind(SHAPES, 5.0)) == 1
+
+
 def test_what_was_published_long_ago_is_looked_at_again_and_sent_again_if_it_is_gone() -> None:
     backlog = Backlog()
     backlog.see([head(), head(B)], 1.0)
