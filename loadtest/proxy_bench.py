@@ -83,7 +83,7 @@ class Figures:
 
 
 @contextmanager
-def _process(module: str, *arguments: str, core: int | None = None) -> Iterator[tuple[psutil.Process, str]]:
+def process_of(module: str, *arguments: str, core: int | None = None) -> Iterator[tuple[psutil.Process, str]]:
     """A Python process that prints its URL first; pinned to one core if asked."""
     child = subprocess.Popen([sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True, cwd="/")
     try:
@@ -101,7 +101,7 @@ def _process(module: str, *arguments: str, core: int | None = None) -> Iterator[
 
 
 @contextmanager
-def _on_cores(cores: set[int]) -> Iterator[None]:
+def on_cores(cores: set[int]) -> Iterator[None]:
     """Keep this process, and the children that it starts, on some cores for a while."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
@@ -117,7 +117,7 @@ async def _watch_rss(process: psutil.Process, peak: list[float]) -> None:
         await asyncio.sleep(0.2)
 
 
-async def _open_rss(process: psutil.Process, url: str, load: Load) -> float:
+async def open_rss(process: psutil.Process, url: str, load: Load) -> float:
     peak = [0.0]
     watcher = asyncio.create_task(_watch_rss(process, peak))
     try:
@@ -127,7 +127,7 @@ async def _open_rss(process: psutil.Process, url: str, load: Load) -> float:
     return peak[0]
 
 
-def _usual_round(direct: list[Measured], proxied: list[Measured]) -> tuple[Measured, Measured]:
+def usual_round(direct: list[Measured], proxied: list[Measured]) -> tuple[Measured, Measured]:
     """Of the pairs of neighbouring runs the one with the median difference."""
     pairs = sorted(zip(direct, proxied, strict=True), key=lambda pair: pair[1].delay_ms(0.5) - pair[0].delay_ms(0.5))
     return pairs[(len(pairs) - 1) // 2]
@@ -140,9 +140,11 @@ async def measure(plan: Plan, reattach_s: float = 0.0) -> Figures:
         raise RuntimeError("the benchmark needs two cores: one for the proxy, one for worker and clients")
     run = proxy_bench_client.run
     with (
-        _on_cores(set(cores[:-1])),
-        _process("midstream.loadtest.proxy_bench_engine") as (_, direct),
-        _process("midstream.proxy.standalone", "--worker", direct, "--reattach-s", str(reattach_s), core=cores[-1]) as (
+        on_cores(set(cores[:-1])),
+        process_of("midstream.loadtest.proxy_bench_engine") as (_, direct),
+        process_of(
+            "midstream.proxy.standalone", "--worker", direct, "--reattach-s", str(reattach_s), core=cores[-1]
+        ) as (
             proxy,
             url,
         ),
@@ -162,8 +164,8 @@ async def measure(plan: Plan, reattach_s: float = 0.0) -> Figures:
         paced = await run(url, plan.paced, stamps=True)
         after = proxy.cpu_times()
         cpu_s = after.user + after.system - before.user - before.system
-        open_rss = await _open_rss(proxy, url, plan.open_streams)
-    alone, through = _usual_round(delays[direct], delays[url])
+        open_mib = await open_rss(proxy, url, plan.open_streams)
+    alone, through = usual_round(delays[direct], delays[url])
     return Figures(
         direct_p50_ms=alone.delay_ms(0.5),
         direct_p99_ms=alone.delay_ms(0.99),
@@ -177,12 +179,12 @@ async def measure(plan: Plan, reattach_s: float = 0.0) -> Figures:
         paced_cpu=cpu_s / paced.seconds,
         paced_cpu_us_per_token=cpu_s / paced.tokens * 1e6,
         idle_rss_mib=idle,
-        open_rss_mib=open_rss,
+        open_rss_mib=open_mib,
         open_streams=plan.open_streams.streams,
     )
 
 
-def _machine() -> dict[str, str]:
+def machine() -> dict[str, str]:
     cpu = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -225,9 +227,9 @@ def main() -> None:
     plan = usual_plan(arguments.rounds)
     figures = uvloop.run(measure(plan, arguments.reattach_s))
     if arguments.json:
-        print(json.dumps({"machine": _machine(), **asdict(figures), "missed": figures.missed}))
+        print(json.dumps({"machine": machine(), **asdict(figures), "missed": figures.missed}))
     else:
-        print(", ".join(f"{name} {value}" for name, value in _machine().items()))
+        print(", ".join(f"{name} {value}" for name, value in machine().items()))
         print(_table(figures, plan))
         for text in figures.missed:
             print(f"missed: {text}")

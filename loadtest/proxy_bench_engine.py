@@ -3,7 +3,8 @@ time.
 
 Owns one process. A request says how many tokens it wants (`max_tokens`) and how far apart (`bench_gap_s`; 0: as fast
 as the reader takes them, one token a write). The stamp is CLOCK_MONOTONIC in nanoseconds, the same clock for all
-processes.
+processes. With `--nodes` it is so many nodes of a fleet, each at a port of its own, which say of themselves that they
+are ready; a gateway takes their streams for those of whole sidecars.
 """
 
 import argparse
@@ -31,6 +32,15 @@ _END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 _TURN = 4
 _PHASES = 16
 _started = itertools.count()
+
+
+_RECORD = json.dumps(
+    {
+        "v": 1, "name": "node", "role": "node", "url": "http://127.0.0.1", "readiness": "ready", "load": "idle",
+        "models": [], "keys": [], "slot_count": 1 << 20, "zone": "", "version": "bench", "formerly": None,
+    }
+).encode()  # fmt: skip
+_NODE = (b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(_RECORD)) + _RECORD
 
 
 class _Stream(asyncio.Protocol):
@@ -66,6 +76,10 @@ class _Stream(asyncio.Protocol):
         self._buffer += data
         head, separator, body = self._buffer.partition(b"\r\n\r\n")
         if not separator:
+            return
+        if head.startswith(b"GET "):
+            self._buffer = body
+            self._write(_NODE)
             return
         length = next(int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:"))
         if len(body) < length:
@@ -104,18 +118,21 @@ class _Stream(asyncio.Protocol):
             self._loop.call_soon(self._turn)
 
 
-async def _serve() -> None:
-    server = await asyncio.get_running_loop().create_server(_Stream, "127.0.0.1", 0, backlog=4096)
-    print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
-    await server.serve_forever()
+async def _serve(ports: int) -> None:
+    loop = asyncio.get_running_loop()
+    servers = [await loop.create_server(_Stream, "127.0.0.1", 0, backlog=4096) for _ in range(ports)]
+    print(",".join(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers), flush=True)
+    await asyncio.gather(*(server.serve_forever() for server in servers))
 
 
 def main() -> None:
     """Serve until killed."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nodes", type=int, default=1, help="how many nodes of a fleet to be")
+    arguments = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    uvloop.run(_serve())
+    uvloop.run(_serve(arguments.nodes))
 
 
 if __name__ == "__main__":
