@@ -60,6 +60,11 @@ PURE = (
     "sidecar/fleet/fence.py",
     "sidecar/fleet/roster.py",
     "sidecar/mover/counters.py",
+    "sidecar/replicas/backlog.py",
+    "sidecar/replicas/object_names.py",
+    "sidecar/replicas/peer_wire.py",
+    "sidecar/replicas/signatures.py",
+    "sidecar/replicas/urgency.py",
     "sidecar/supervise.py",
 )
 OUTSIDE = {
