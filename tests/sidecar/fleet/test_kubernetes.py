@@ -2,10 +2,11 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -34,6 +35,8 @@ from midstream.sidecar.fleet.leased import LeasedCoordination
 from midstream.sidecar.fleet.record import Readiness
 from support.lease_api_server import LeaseApiServer
 
+Opened = Callable[..., LeasedCoordination]
+
 
 def connection(
     server: LeaseApiServer,
@@ -52,15 +55,24 @@ async def server() -> AsyncIterator[LeaseApiServer]:
 
 
 @pytest_asyncio.fixture
-async def connect(server: LeaseApiServer) -> AsyncIterator[Connect]:
+async def opened(server: LeaseApiServer) -> AsyncIterator[Opened]:
+    """Connections, closed at the end whatever comes of the test."""
     async with AsyncExitStack() as stack:
 
-        async def connect() -> Coordination:
-            made = connection(server)
+        def opened(**options: Any) -> LeasedCoordination:
+            made = connection(server, **options)
             stack.push_async_callback(made.close)
             return made
 
-        yield connect
+        yield opened
+
+
+@pytest_asyncio.fixture
+async def connect(opened: Opened) -> Connect:
+    async def connect() -> Coordination:
+        return opened()
+
+    return connect
 
 
 class TestKubernetes(CoordinationContract):
@@ -103,14 +115,15 @@ async def test_a_server_that_says_nothing_loses_nobody_and_what_is_known_is_said
     await eventually(joined.may_send)  # the lease is still its own
 
 
-async def test_a_member_that_serves_alone_goes_on_while_the_server_is_silent(server: LeaseApiServer) -> None:
-    one = connection(server, WhenAlone.SERVE)
+async def test_a_member_that_serves_alone_goes_on_while_the_server_is_silent(
+    server: LeaseApiServer, opened: Opened
+) -> None:
+    one = opened(when_alone=WhenAlone.SERVE)
     joined = await one.join(NODE, LEASE_S)
     server.freeze()
     await asyncio.sleep(LEASE_S + 0.5)
     assert joined.may_send()
     server.thaw()
-    await one.close()
 
 
 async def test_a_history_that_was_compacted_is_read_anew(server: LeaseApiServer, connect: Connect) -> None:
@@ -190,27 +203,27 @@ async def test_requests_that_are_throttled_are_made_again(server: LeaseApiServer
     await eventually(joined.may_send)
 
 
-async def test_a_token_that_was_replaced_is_read_again_from_its_file(server: LeaseApiServer, tmp_path: Path) -> None:
+async def test_a_token_that_was_replaced_is_read_again_from_its_file(
+    server: LeaseApiServer, tmp_path: Path, opened: Opened
+) -> None:
     file = tmp_path / "token"
     file.write_text("good\n")
-    one = connection(server, credential=FileCredential(file))
+    one = opened(credential=FileCredential(file))
     joined = await one.join(NODE, LEASE_S)
     file.write_text("better\n")
     server.tokens = {"better"}
     await asyncio.sleep(LEASE_S)
     await eventually(joined.may_send)
-    await one.close()
 
 
-async def test_an_account_that_may_not_is_told_at_the_start(server: LeaseApiServer) -> None:
-    one = connection(server, credential=Credential("bad"))
+async def test_an_account_that_may_not_is_told_at_the_start(server: LeaseApiServer, opened: Opened) -> None:
+    one = opened(credential=Credential("bad"))
     with pytest.raises(ConfigError, match="401 Unauthorized; the account needs get, list, watch"):
         await one.join(NODE, LEASE_S)
-    await one.close()
 
 
-async def test_claims_of_owners_who_are_over_are_swept(server: LeaseApiServer) -> None:
-    one = connection(server, sweep_every_s=1.0)
+async def test_claims_of_owners_who_are_over_are_swept(server: LeaseApiServer, opened: Opened) -> None:
+    one = opened(sweep_every_s=1.0)
     gone, taker = await one.join(NODE, LEASE_S), await one.join(OTHER, LEASE_S)
     await gone.leave()
     session, kept = new_session(), new_session()
@@ -220,7 +233,6 @@ async def test_claims_of_owners_who_are_over_are_swept(server: LeaseApiServer) -
     await taker.leave()
     await eventually(lambda: f"fleet.claim.{session}" not in server.objects)
     assert f"fleet.claim.{kept}" in server.objects
-    await one.close()
 
 
 async def test_a_member_writes_no_more_for_many_sessions_and_in_a_large_fleet(
