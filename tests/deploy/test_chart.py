@@ -255,6 +255,20 @@ def test_pods_have_names_that_stay_only_where_a_store_or_a_gateway_needs_them(ch
     assert [s["metadata"]["name"] for s in headless] == [kept.workload["spec"]["serviceName"]]
 
 
+@pytest.mark.parametrize("option", ["a network policy", "gateways"])
+def test_a_policy_never_parts_gateways_from_their_pods(chart: Charts, option: str) -> None:
+    rendered = chart.render({**OPTIONS["gateways"], **OPTIONS[option]})
+    assert rendered.gateway is not None
+    policy = rendered.one("NetworkPolicy")["spec"]
+    own = policy["podSelector"]
+    for workload in (rendered.workload, rendered.gateway):
+        assert own["matchLabels"].items() <= workload["spec"]["template"]["metadata"]["labels"].items()
+    assert {"podSelector": own} in [peer for rule in policy["ingress"] for peer in rule["from"]]
+    assert ("egress" in policy) == (option == "a network policy") == ("Egress" in policy["policyTypes"])
+    if "egress" in policy:
+        assert {"podSelector": own} in [peer for rule in policy["egress"] for peer in rule.get("to", [])]
+
+
 def test_the_sidecar_sees_the_gpus_and_takes_none(chart: Charts) -> None:
     def variables(rendered: Rendered, name: str) -> dict[str, Any]:
         return {entry["name"]: entry.get("value") for entry in rendered.container(name).get("env", [])}
