@@ -1,8 +1,9 @@
 """Asks nodes again and again how they are: a source of the table where no service tells.
 
 Owns the pace. Invariants: each node is asked by itself, so that one that is slow delays no other, and at most once at a
-time; they are spread over the interval and stay so; one that has not answered for `lost_after_s` is lost, and so is one
-that is another process than before. Every wait is bounded, and no failure ends the watch of anybody.
+time; they are spread over the interval and stay so, and of many each is asked less often; one that has not answered for
+`lost_after_s` is lost, and so is one that is another process than before. Every wait is bounded, and no failure ends
+the watch of anybody.
 """
 
 import asyncio
@@ -31,6 +32,8 @@ _ANSWER_S_MIN = 0.1
 # All first questions together take so long for each thousand nodes.
 _SPREAD_S = 1.0
 _JITTER = 0.1
+# However many nodes there are; each question costs both sides a third of a millisecond.
+ASKED_PER_S_MAX = 250
 
 
 class NodeWatch:
@@ -42,7 +45,7 @@ class NodeWatch:
         self._urls = dict(urls)
         self._table = table
         self._prover = prover
-        self._poll_s = poll_s
+        self.every_s = max(poll_s, len(urls) / ASKED_PER_S_MAX)
         self._lost_after_s = lost_after_s
         self._lives: dict[str, str] = {}
         self._soon = {name: asyncio.Event() for name in urls}
@@ -53,7 +56,7 @@ class NodeWatch:
     async def follow(self) -> None:
         """Ask all of them, each at its own pace."""
         # As many connections as nodes: with fewer, those that hang would keep the others from being asked.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2 * self._poll_s + ANSWER_S)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2 * self.every_s + ANSWER_S)
         async with aiohttp.ClientSession(connector=connector, trust_env=False) as http, asyncio.TaskGroup() as tasks:
             for name in self._urls:
                 tasks.create_task(self._follow_one(http, name), name=f"node {name}")
@@ -63,7 +66,7 @@ class NodeWatch:
 
     async def _follow_one(self, http: aiohttp.ClientSession, name: str) -> None:
         silence = Silence(self._lost_after_s)
-        await asyncio.sleep(random.random() * min(self._poll_s, _SPREAD_S * len(self._urls) / 1000))
+        await asyncio.sleep(random.random() * min(self.every_s, _SPREAD_S * len(self._urls) / 1000))
         while True:
             self._soon[name].clear()
             began_s = time.monotonic()
@@ -72,8 +75,8 @@ class NodeWatch:
             except Exception:
                 # A defect here must not look like a fleet in which nothing happens any more.
                 _LOG.exception("event=node_watch node=%s", name)
-            wait_s = self._poll_s * (1 + _JITTER * (2 * random.random() - 1)) - (time.monotonic() - began_s)
-            await self._rest(name, silence, max(wait_s, self._poll_s / 4))
+            wait_s = self.every_s * (1 + _JITTER * (2 * random.random() - 1)) - (time.monotonic() - began_s)
+            await self._rest(name, silence, max(wait_s, self.every_s / 4))
 
     async def _rest(self, name: str, silence: Silence, wait_s: float) -> None:
         """Until it is time, or somebody wants to know."""

@@ -52,7 +52,9 @@ class Node:
     @property
     def state(self) -> str:
         """The word for how it is."""
-        return self.record.readiness.value if self.record is not None else "lost"
+        if self.record is not None:
+            return self.record.readiness.value
+        return "lost" if self.why else "unknown"
 
 
 def choose(

@@ -207,7 +207,7 @@ class Storeys:
     def state(self, name: str) -> str:
         """How a node is, as the gateway has it."""
         node = self.coordinator.nodes.get(name)
-        return node.state if node is not None else "unknown"
+        return node.state if node is not None else "gone"
 
     @property
     def serving(self) -> list[str]:

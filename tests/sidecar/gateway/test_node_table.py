@@ -37,9 +37,10 @@ class Heard:
 
 def test_a_node_of_which_nothing_is_known_is_not_ready_and_cannot_be_lost() -> None:
     heard = Heard()
-    assert heard.state == "lost"
+    assert heard.state == "unknown"
+    heard.table.unheard("a", "why")
     heard.table.lost("a", "why")
-    assert heard.lost == []
+    assert (heard.state, heard.lost) == ("lost", [])
 
 
 def test_a_loss_is_told_once_and_the_node_can_come_back() -> None:

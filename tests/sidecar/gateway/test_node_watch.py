@@ -9,11 +9,12 @@ from email.utils import formatdate
 
 import pytest
 
-from midstream.sidecar.fleet.proof import SecretBeliever
+from midstream.sidecar.fleet.proof import SecretBeliever, SecretProver
 from midstream.sidecar.fleet.record import Readiness, Record, Role, encode
 from midstream.sidecar.fleet_api import LIFE
 from midstream.sidecar.gateway import node_watch
-from midstream.sidecar.gateway.node_watch import why_not_believed
+from midstream.sidecar.gateway.node_table import NodeTable
+from midstream.sidecar.gateway.node_watch import NodeWatch, why_not_believed
 from support.answers import Answer
 from support.raw_engine import read_head
 from support.scripted import Fate, Script, ScriptedEngine
@@ -25,6 +26,14 @@ STALLS = Script(at=5, fate=Fate.STALLS)
 
 def plain(name: str, *scripts: Script) -> Node:
     return Node(name, ScriptedEngine(ANSWER, *scripts, name=name))
+
+
+def test_of_many_nodes_each_is_asked_less_often() -> None:
+    table = NodeTable(on_lost=lambda node: None, on_change=lambda: None)
+    urls = {f"node-{i}": "http://h:1" for i in range(1000)}
+    few = NodeWatch(dict(list(urls.items())[:10]), table, SecretProver(SECRET), poll_s=1.0, lost_after_s=3.0)
+    many = NodeWatch(urls, table, SecretProver(SECRET), poll_s=1.0, lost_after_s=3.0)
+    assert (few.every_s, many.every_s) == (1.0, 4.0)
 
 
 async def test_one_that_hangs_delays_no_other_and_costs_only_itself() -> None:
@@ -157,7 +166,7 @@ def with_length(body: bytes, status: str = "200 OK") -> bytes:
 async def _settled(fleet: Storeys) -> str:
     for _ in range(40):
         await asyncio.sleep(0.02)
-        if fleet.state("a") == "ready":
+        if fleet.state("a") != "unknown":
             break
     return fleet.state("a")
 
