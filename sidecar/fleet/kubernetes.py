@@ -11,6 +11,7 @@ Invariant: every write names the version (resourceVersion) or the identity (uid)
 import asyncio
 import contextlib
 import datetime
+import math
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,7 @@ class KubernetesService(LeaseService):
         self._fleet = member_name(fleet)
         self._clock = clock
         self._own: dict[MemberId, _Own] = {}
+        self._changed_s = -math.inf  # when the watch told of a change last
 
     async def create(self, member: MemberId, entry: str) -> float:
         """An object for a new member."""
@@ -158,6 +160,7 @@ class KubernetesService(LeaseService):
         yield Whole(entries)
         # Short: a follower that is slower than the API holds the stream up, not memory.
         heard: asyncio.Queue[Change | MidstreamError] = asyncio.Queue(maxsize=64)
+        self._changed_s = self._clock()
         tasks = [
             asyncio.create_task(self._watch(listed.version, heard), name="fleet-kubernetes-watch"),
             asyncio.create_task(self._check(heard, every_s), name="fleet-kubernetes-check"),
@@ -183,6 +186,8 @@ class KubernetesService(LeaseService):
                 began_s = self._clock()
                 async for kind, found in self._api.watch(self._selector("member"), version, _WATCH_S):
                     version = found["metadata"]["resourceVersion"]
+                    if kind != "BOOKMARK":
+                        self._changed_s = self._clock()
                     if kind in ("ADDED", "MODIFIED"):
                         await heard.put(self._put(found))
                     elif kind == "DELETED":
@@ -197,14 +202,15 @@ class KubernetesService(LeaseService):
             )
 
     async def _check(self, heard: "asyncio.Queue[Change | MidstreamError]", every_s: float) -> None:
-        """Ask now and then whether the API answers."""
+        """Ask now and then whether the API answers, where no change says so: in a fleet renewals come all the time."""
         while True:
             await asyncio.sleep(every_s)
-            try:
-                await bounded(self.name, self._api.list(self._selector("member"), limit=1))
-            except MidstreamError as error:
-                await heard.put(error)
-                return
+            if self._clock() >= self._changed_s + every_s:
+                try:
+                    await bounded(self.name, self._api.list(self._selector("member"), limit=1))
+                except MidstreamError as error:
+                    await heard.put(error)
+                    return
             await heard.put(Current())
 
     async def _replace_own(self, member: MemberId, entry: str) -> None:

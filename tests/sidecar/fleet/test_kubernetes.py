@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -249,6 +250,28 @@ async def test_a_member_writes_no_more_for_many_sessions_and_in_a_large_fleet(
         await asyncio.sleep(0.03)
     own = [r for r in server.requests if r == ("PUT", f"fleet.member.{joined.id}")]
     assert len(own) <= 2 * (boot_clock_s() - began_s) + 2, "in each second one renewal and one write"
+
+
+async def test_wall_clocks_that_jump_change_nothing(
+    server: LeaseApiServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = await connect(), await connect()
+    joined = await one.join(NODE, LEASE_S)
+    lost = asyncio.ensure_future(joined.lost())
+    pictures = other.watch()
+    await until(pictures, lambda p: joined.id in p.members)
+    real_s = time.time
+    for jump_s in (86_400.0, -86_400.0 * 365 * 40):
+        monkeypatch.setattr(time, "time", lambda jump_s=jump_s: real_s() + jump_s)
+        # What members write for people, from a clock that is wrong.
+        monkeypatch.setattr("midstream.sidecar.fleet.kubernetes._wall_time", lambda: "1970-01-01T00:00:00.000000Z")
+        await asyncio.sleep(LEASE_S)
+        assert not lost.done()
+        await eventually(joined.may_send)
+    joined.update(replace(NODE, readiness=Readiness.READY))
+    seen = await until(pictures, lambda p: p.members[joined.id].record.readiness is Readiness.READY)
+    assert not any(p.members[joined.id].is_fading for p in seen)
+    lost.cancel()
 
 
 async def test_pages_of_many_members_make_one_picture(
