@@ -48,6 +48,11 @@ class EtcdFault(CoordinationError):
         return self.code == _NOT_FOUND
 
     @property
+    def is_unauthenticated(self) -> bool:
+        """It does not know who asks; where no token came with the request it calls that an invalid argument."""
+        return self.code == _UNAUTHENTICATED or "user name is empty" in str(self)
+
+    @property
     def is_precondition(self) -> bool:
         """Something is in the way: a lease of that number is there already."""
         return self.code == _FAILED_PRECONDITION
@@ -97,7 +102,7 @@ class EtcdHttp:
             return await ask()
         except EtcdFault as fault:
             # Tokens are forgotten by etcd after minutes without use, and when it is started again.
-            if fault.code != _UNAUTHENTICATED or not self._access.user:
+            if not (fault.is_unauthenticated and self._access.user):
                 raise self._meant(fault) from fault
         await self._log_in()
         try:
@@ -106,13 +111,12 @@ class EtcdHttp:
             raise self._meant(fault) from fault
 
     def _meant(self, fault: EtcdFault) -> CoordinationError | ConfigError:
-        if fault.code in (_PERMISSION_DENIED, _UNAUTHENTICATED) or "user name is empty" in str(fault):
+        if fault.is_unauthenticated or fault.code == _PERMISSION_DENIED:
             who = f"user {self._access.user}" if self._access.user else "nobody (fleet.etcd_user is not set)"
             return ConfigError(f"{fault} for {who}; give that user read and write access to the fleet's prefix")
         return fault
 
     async def _log_in(self) -> None:
-        self._token = ""
         password = await asyncio.to_thread(_password, self._access.password_file)
         try:
             answer = await self._anywhere("auth/authenticate", {"name": self._access.user, "password": password}, "")

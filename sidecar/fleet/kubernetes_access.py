@@ -108,12 +108,14 @@ class CommandCredential(Credential):
     async def token(self) -> str:
         """The token, from the command if there is none; a call that cannot wait for it leaves it running."""
         if not self._token:
-            if self._running is None:
-                self._running = asyncio.create_task(self._run(), name="fleet-kubernetes-credential")
+            running = self._running
+            if running is None:
+                running = asyncio.create_task(self._run(), name="fleet-kubernetes-credential")
+                self._running = running
             try:
-                self._token = await asyncio.shield(self._running)
+                self._token = await asyncio.shield(running)
             finally:
-                if self._running.done():
+                if running.done() and self._running is running:
                     self._running = None
         return self._token
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from contracts.coordination_suite import LEASE_S, NODE
+from contracts.coordination_suite import LEASE_S, NODE, eventually
 
 from midstream.session.errors import ConfigError, CoordinationError
 from midstream.sidecar.config import Fleet
@@ -121,11 +121,14 @@ async def test_a_command_of_a_kubeconfig_is_run_again_when_its_token_is_refused(
         joined = await fleet.join(NODE, LEASE_S)
         asked = (tmp_path / "asked").read_text().splitlines()
         assert asked == ["a me"]
+        access.reject()
+        assert await asyncio.gather(*(access.token() for _ in range(5))) == ["good"] * 5
+        assert len((tmp_path / "asked").read_text().splitlines()) == 2, "run once for all who wait"
         (tmp_path / "current").write_text("better")
         server.tokens = {"better"}
         await asyncio.sleep(LEASE_S)
-        assert joined.may_send()
-        assert len((tmp_path / "asked").read_text().splitlines()) == 2
+        await eventually(joined.may_send)
+        assert len((tmp_path / "asked").read_text().splitlines()) == 3
         await fleet.close()
 
 
