@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+SETTLE_S = 0.05
+
 
 class LoopThread:
     """Runs coroutines for other threads, until closed."""
@@ -47,3 +49,5 @@ async def _cancel_others() -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
+    # Connections that were closed say so to their sockets in the loop's next rounds.
+    await asyncio.sleep(SETTLE_S)

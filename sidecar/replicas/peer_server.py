@@ -41,6 +41,7 @@ from .signatures import NotSigned, Verifier, body_sha256
 
 BODIES_BYTES_MAX = 256 << 20
 BODY_S_MIN = 10.0
+PIECE_BYTES = 256 << 10
 THREADS = 8
 ANSWERS_MAX = 64
 _DRAFT = re.compile(r"[0-9a-f]{32}")
@@ -160,25 +161,38 @@ class PeerServer:
 
     # Reading
 
-    async def _latest(self, request: web.Request) -> web.Response:
+    async def _latest(self, request: web.Request) -> web.StreamResponse:
         found = await self._in_thread(self._store.latest, _session(request))
-        return self._manifest(found)
+        return await self._manifest(request, found)
 
-    async def _named(self, request: web.Request) -> web.Response:
+    async def _named(self, request: web.Request) -> web.StreamResponse:
         found = await self._in_thread(self._store.named, _session(request), request.match_info["snapshot"])
-        return self._manifest(found)
+        return await self._manifest(request, found)
 
-    def _manifest(self, found: manifest.Manifest | None) -> web.Response:
+    async def _manifest(self, request: web.Request, found: manifest.Manifest | None) -> web.StreamResponse:
         if found is None:
             raise ReplicaError(Refusal.MISSING, "no snapshot of that session is stored")
-        return self._bytes(manifest.encode(found))
+        return await self._bytes(request, manifest.encode(found))
 
-    async def _get_chunk(self, request: web.Request) -> web.Response:
-        return self._bytes(await self._in_thread(self._store.get_stored, _name(request)))
+    async def _get_chunk(self, request: web.Request) -> web.StreamResponse:
+        return await self._bytes(request, await self._in_thread(self._store.get_stored, _name(request)))
 
-    def _bytes(self, content: bytes) -> web.Response:
+    async def _bytes(self, request: web.Request, content: bytes) -> web.StreamResponse:
+        """Bit by bit: who does not read holds little memory, and not for long."""
+        answer = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+        answer.content_length = len(content)
+        try:
+            async with asyncio.timeout(BODY_S_MIN + len(content) / BYTES_PER_S_MIN):
+                await answer.prepare(request)
+                for at in range(0, len(content), PIECE_BYTES):
+                    await answer.write(content[at : at + PIECE_BYTES])
+                await answer.write_eof()
+        except TimeoutError:
+            self.refused[Refusal.SLOW] += 1
+            if request.transport is not None:
+                request.transport.abort()
         self.bytes_sent += len(content)
-        return web.Response(body=content, content_type="application/octet-stream")
+        return answer
 
     async def _list(self, _: web.Request) -> web.Response:
         lines = await self._in_thread(self._store.list)

@@ -104,6 +104,34 @@ def rates(store: ReplicaStore) -> tuple[list[float], list[float], list[float]]:
     return written, read, published_ms
 
 
+def through(folder: Path) -> str:
+    """What a mover gets: a peer's blocks by way of this node's own process."""
+    fleet = make_fleet(folder)
+    there = start_replicas("--memory-bytes", str(4 << 30), *fleet.flags, peer=True)
+    here = start_replicas("--to", f"peer://127.0.0.1:{there.port}", *fleet.flags)
+    store, local = there.peer(fleet), here.local()
+    read, asked_ms = [], []
+    for number in range(ROUNDS):
+        session = SessionId(f"{number + 1:032x}")
+        with store.begin() as draft:
+            names = tuple(draft.put_chunk(os.urandom(BLOCK_BYTES)) for _ in range(BLOCKS))
+            draft.publish(snapshot_of(names, session))
+        began = time.monotonic()
+        while local.latest(session) is None:
+            time.sleep(0.05)
+            began = time.monotonic()
+        asked_ms.append((time.monotonic() - began) * 1e3)
+        with ThreadPoolExecutor(READERS) as readers:
+            began = time.monotonic()
+            assert sum(len(raw) for raw in readers.map(local.get_chunk, names)) == BLOCKS * BLOCK_BYTES
+            read.append(BLOCKS * BLOCK_BYTES / (time.monotonic() - began) / 1e6)
+        store.delete(session)
+    here.close()
+    there.close()
+    cells = [" / ".join(f"{value:.0f}" for value in values) for values in (read, asked_ms)]
+    return f"| peer, as a mover reads it | | {cells[0]} | asked in {cells[1]} |"
+
+
 def lag(bytes_per_s: int, sessions: int = 16, seconds: float = 20.0, every_s: float = 0.25) -> str:
     """How far behind a peer is while `sessions` grow by a block each `every_s`, under a budget."""
     with tempfile.TemporaryDirectory() as name:
@@ -178,6 +206,7 @@ def main() -> None:
         with opened() as store:
             print(row(name, store), flush=True)
             store.close()
+    print(through(folder / "d"), flush=True)
     for bytes_per_s in (125_000_000, 8_000_000):
         print(lag(bytes_per_s), flush=True)
 

@@ -17,6 +17,7 @@ from contracts.store_suite import OTHER, SESSION, StoreContract, block, snapshot
 from midstream.session import chunk
 from midstream.session.errors import CorruptError, StoreError
 from midstream.session.ids import SessionId
+from midstream.sidecar.replicas import peer_server
 from midstream.sidecar.replicas.contract import Refusal, ReplicaError
 from midstream.sidecar.replicas.memory_objects import MemoryObjects
 from midstream.sidecar.replicas.object_names import Names
@@ -452,6 +453,30 @@ def test_two_writers_of_one_session_and_only_the_newer_owner_counts(node: Replic
         write(old, range(count), generation=1, created_at=2000.0 + count)
         assert old.latest(SESSION) == new.latest(SESSION) == newest
     assert [new.get_chunk(name) for name in newest.chunks] == [block(n) for n in range(4)]
+
+
+def test_a_reader_that_does_not_read_is_broken_off(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = ServedHere(fleet)
+    try:
+        name, stored = random_chunk(30 << 20)
+        client = rig.client()
+        with client.begin() as draft:
+            draft.put_stored(name, stored)
+            monkeypatch.setattr(peer_server, "BODY_S_MIN", 1.0)
+            monkeypatch.setattr(peer_server, "BYTES_PER_S_MIN", 1 << 30)
+            with wire_to(rig.port) as wire:
+                store = PeerStore(Peer(f"https://127.0.0.1:{wire.port}", credentials=fleet.credentials), answer_s=4.0)
+                assert store.latest(SESSION) is None
+                wire.bytes_per_s = 20_000.0
+                with pytest.raises(ReplicaError):
+                    store.get_stored(name)
+                wire.bytes_per_s = None
+                store.close()
+            assert rig.server.refused[Refusal.SLOW] == 1
+            monkeypatch.undo()
+            assert client.get_stored(name) == stored
+    finally:
+        rig.close()
 
 
 def test_a_silent_connection_is_closed_and_there_is_a_bound_on_all(plain_node: ReplicaProcess) -> None:

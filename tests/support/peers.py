@@ -152,6 +152,12 @@ class Wire:
 
     async def _stop(self) -> None:
         self._server.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        # Transports that were aborted close their sockets in the loop's next rounds.
+        await asyncio.sleep(SLICE_S)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -164,8 +170,8 @@ class Wire:
         except (OSError, asyncio.CancelledError):
             return
         finally:
-            writer.close()
-            up_writer.close()
+            for end in (writer, up_writer):
+                end.transport.abort()
 
     async def _pipe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_up: bool) -> None:
         while piece := await reader.read(65536):
@@ -175,9 +181,9 @@ class Wire:
                 if self.cut_after_bytes is not None and self.up_bytes >= self.cut_after_bytes:
                     raise ConnectionResetError("cut")
             left = float(len(piece))
-            while self.bytes_per_s is not None and left > 0:
+            while (bytes_per_s := self.bytes_per_s) is not None and left > 0:
                 await asyncio.sleep(SLICE_S)
-                left -= self.bytes_per_s * SLICE_S
+                left -= bytes_per_s * SLICE_S
             writer.write((self.change_up if is_up else self.change_down)(piece))
             await writer.drain()
         writer.close()
