@@ -179,8 +179,8 @@ async def _events(response: aiohttp.ClientResponse, answer: Answer) -> Any:
                         answer.report = line[2:].decode()
                 elif line.startswith(b"data: "):
                     yield line[6:]
-                elif line:
-                    answer.violations.append(f"line {line[:80]!r} is neither data nor a comment")
+                elif line and not line.startswith(b"id: "):
+                    answer.violations.append(f"line {line[:80]!r} is neither data, nor an id, nor a comment")
         if len(rest) > EVENT_BYTES_MAX:
             raise aiohttp.ClientPayloadError("an event is longer than any engine sends")
     if rest.strip():
