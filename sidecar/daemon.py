@@ -26,6 +26,7 @@ from ..proxy.server import build_app, make_runner
 from ..session.arena import create_arena
 from ..session.errors import ArenaError, LifelineError, MidstreamError
 from ..session.lifeline import create_lifeline, lifeline_of
+from ..session.ports import free_port, is_free
 from ..session.ticket import worker_dir, write_ticket
 from . import api, plugin_path
 from .attach import Attached
@@ -242,7 +243,7 @@ class _Daemon:
         )
         for index in range(self._settings.engine.worker_count):
             name = f"worker-{index}"
-            worker = self._workers.add(name, f"http://127.0.0.1:{_free_port()}")
+            worker = self._workers.add(name, _own_url(free_port()))
             supervised = Supervised(
                 name,
                 lambda epoch, worker=worker: self._prepare(worker, epoch),  # type: ignore[misc]
@@ -262,6 +263,10 @@ class _Daemon:
             # A start keeps a processor busy for long, and the last one's sessions are just being taken up elsewhere.
             await asyncio.sleep(_PLACED_S)
             await self._coordinator.taken_up(within_s=_TAKEN_UP_S)
+        if not is_free(_port_of(worker.url)):
+            url = _own_url(free_port())
+            _LOG.warning("event=port_taken worker=%s epoch=%d url=%s new_url=%s", worker.name, number, worker.url, url)
+            worker.url = url
         epoch = self._workers.begin_epoch(worker, number, await self._make_arena(worker, number))
         launch = self._adapter.start(self._command, _port_of(worker.url), self._beside(worker, epoch), os.environ)
         lifeline = None if epoch.arena_path is None else lifeline_of(epoch.arena_path)
@@ -469,10 +474,8 @@ class _Daemon:
         shutil.rmtree(self._state / "workers", ignore_errors=True)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _own_url(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
 
 
 def _port_of(url: str) -> int:

@@ -19,10 +19,12 @@ pytest.register_assert_rewrite("support")
 
 from support import forking  # noqa: E402
 from support.parsing import nothing_is_collected  # noqa: E402
+from support.sglang_rig import SglangRig  # noqa: E402
 from support.vllm_rig import PYTHON_VARIABLE as VLLM_PYTHON  # noqa: E402
 from support.vllm_rig import Rig, whole_model  # noqa: E402
 
-VLLM = "vllm"
+# Engines whose pair is shared: what tests of one are, is one part.
+VLLM, SGLANG = PAIRS = ("vllm", "sglang")
 _ENGINES = ("MIDSTREAM_TEST_TRANSFORMERS_PYTHON", VLLM_PYTHON)
 
 
@@ -52,12 +54,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _part(nodeid: str) -> str:
-    """What goes to one process as a whole, where tests run in two: all of vLLM, which is half of the time, or a file.
+    """What goes to one process as a whole, where tests run in two: all of vLLM, all of SGLang, or a file.
 
     Two pairs of vLLMs at once are more than two cores can do in good time.
     """
     file = nodeid.partition("::")[0]
-    return VLLM if file.startswith("tests/adapters/vllm/") or "[vllm" in nodeid else file
+    for engine in PAIRS:
+        if file.startswith(f"tests/adapters/{engine}/") or f"[{engine}" in nodeid:
+            return engine
+    return file
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -74,11 +79,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest part begins first, and ends with those who share a pair, which idles for nobody else then."""
+    """The longest parts begin first, and end with those who share a pair, which idles for nobody else then."""
 
-    def place(item: pytest.Item) -> tuple[bool, bool]:
-        shares = "vllm_pair" in getattr(item, "fixturenames", ()) or "[vllm" in item.nodeid
-        return _part(item.nodeid) != VLLM, shares
+    def place(item: pytest.Item) -> tuple[int, bool]:
+        part = _part(item.nodeid)
+        shares = f"{part}_pair" in getattr(item, "fixturenames", ()) or f"[{part}" in item.nodeid
+        return PAIRS.index(part) if part in PAIRS else len(PAIRS), shares
 
     items.sort(key=place)
 
@@ -111,6 +117,17 @@ def vllm_pair() -> Iterator[Rig]:
     """
     # What dies in one kill is to be admitted before the first of it comes to its cut: this model takes its time.
     rig = Rig("--max-num-batched-tokens", "64", workers=2, model=whole_model())
+    try:
+        rig.start()
+        yield rig
+    finally:
+        rig.stop()
+
+
+@pytest.fixture(scope="session")
+def sglang_pair() -> Iterator[Rig]:
+    """The same of SGLang: a long prompt takes several steps."""
+    rig = SglangRig("--constrained-json-disable-any-whitespace", "--chunked-prefill-size", "128", workers=2)
     try:
         rig.start()
         yield rig

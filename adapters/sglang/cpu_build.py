@@ -2,12 +2,13 @@
 
 SGLang's wheel is made for GPUs; its builds for CPUs come from source. This module is copied into an environment
 (sidecar/environments.py) beside a `.pth` file that imports it, because SGLang spawns its processes and each of them
-imports everything anew. It waits for five modules and changes them as they are imported:
+imports everything anew. It waits for six modules and changes them as they are imported:
 * torchvision describes two operators that only its own build of torch registers: they are declared, and never called;
 * the hash that keys seeded sampling is a kernel for GPUs: here it is the same numbers by torch;
 * pages of several tokens are handed out by kernels: here it is the same pages by torch;
 * attention by torch counts as deterministic, which it is: requests are computed one after the other;
-* kernels that do not depend on the batch are for GPUs; torch's products of float32 are taken as they are.
+* kernels that do not depend on the batch are for GPUs; torch's products of float32 are taken as they are;
+* what a grammar rules out is masked by a kernel: here xgrammar's own function for CPUs does it.
 Standard library only, and no part of the plugin: an engine that others built needs nothing of it.
 """
 
@@ -97,6 +98,19 @@ def without_kernels(module: Any) -> None:
     module.enable_batch_invariant_mode = lambda enable_bmm=True: None
 
 
+def masks_by_xgrammar(module: Any) -> None:
+    """Let grammars limit logits that lie in host memory, too; others stay with SGLang."""
+    original = module.XGrammarGrammar.apply_vocab_mask
+
+    def apply_vocab_mask(self: Any, logits: Any, vocab_mask: Any) -> None:
+        if logits.device.type != "cpu":
+            original(self, logits, vocab_mask)
+            return
+        sys.modules["xgrammar"].apply_token_bitmask_inplace(logits, vocab_mask)
+
+    module.XGrammarGrammar.apply_vocab_mask = apply_vocab_mask
+
+
 def murmur_hash32(seed: Any, positions: Any, col_indices: Any) -> Any:
     """MurmurHash3 of (seed: 64 bits, position: 32, column: 32) for each row and column: int64 [rows, columns].
 
@@ -140,6 +154,7 @@ _CHANGES: dict[str, tuple[Callable[[Any], None], Callable[[Any], None]]] = {
     "sglang.srt.mem_cache.triton_ops.allocator": (_nothing, pages_by_torch),
     "sglang.srt.server_args": (_nothing, attention_by_torch),
     "sglang.srt.batch_invariant_ops": (_nothing, without_kernels),
+    "sglang.srt.constrained.xgrammar_backend": (_nothing, masks_by_xgrammar),
 }
 
 

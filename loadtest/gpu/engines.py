@@ -7,7 +7,6 @@ costs time on a GPU, serves several sidecars with other settings. Invariant: aft
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ import aiohttp
 import psutil
 
 from ...session.errors import EngineError
+from ...session.ports import free_port
 from ..harness import end_tree
 from .models import SERVED_AS
 
@@ -46,7 +46,7 @@ class Engine:
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
-        self.port = _free_port()
+        self.port = free_port()
         self.log = folder / f"engine-{name}.log"
         self._command = [*command, "--host", "127.0.0.1", "--port", str(self.port)]
         # A place that this process itself has found is not the engine's.
@@ -142,9 +142,3 @@ def lives(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

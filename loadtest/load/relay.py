@@ -10,7 +10,6 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ...session.errors import EngineError
+from ...session.ports import free_port
 
 FOLDER_VARIABLE = "MIDSTREAM_LOADTEST_RELAYS"
 PIECE_BYTES = 64 * 1024
@@ -131,7 +131,7 @@ def _die_with_parent() -> None:
 
 async def _serve(command: Sequence[str]) -> int:
     at = len(command) - 1 - command[::-1].index("--port")
-    port, upstream_port = int(command[at + 1]), _free_port()
+    port, upstream_port = int(command[at + 1]), free_port()
     argv = [*command[: at + 1], str(upstream_port), *command[at + 2 :]]
     relay = Relay(upstream_port)
     control = Path(os.environ[FOLDER_VARIABLE]) / f"{port}.sock"
@@ -149,12 +149,6 @@ async def _serve(command: Sequence[str]) -> int:
         obeying.close()
         carrying.close()
     return status if status >= 0 else 128 - status
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main(command: Sequence[str]) -> int:

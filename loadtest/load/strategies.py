@@ -6,7 +6,6 @@ what the sidecar costs.
 
 import asyncio
 import os
-import socket
 import subprocess
 import tempfile
 import time
@@ -19,6 +18,7 @@ import aiohttp
 import psutil
 
 from ...session.errors import EngineError
+from ...session.ports import free_ports
 from ..client import POLICY_HEADER, REPORT_HEADER
 from ..harness import POLL_S
 from .fault_plan import Plan
@@ -63,7 +63,7 @@ class Engines:
 
     def __init__(self, command: Sequence[str], count: int) -> None:
         self._command = list(command)
-        self._ports = _free_ports(count)
+        self._ports = free_ports(count)
         self._folder = tempfile.TemporaryDirectory(prefix="midstream-engines-")
         self._environ = _environ(self._command, Path(self._folder.name))
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -122,14 +122,3 @@ async def _is_healthy(http: aiohttp.ClientSession, port: int) -> bool:
         async with http.get(f"http://127.0.0.1:{port}/health", timeout=aiohttp.ClientTimeout(5)) as answer:
             return answer.status == 200
     return False
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()

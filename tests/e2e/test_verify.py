@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import psutil
 import pytest
 
 from midstream.loadtest.harness import SidecarProcess, Victim, kill_worker
+from midstream.session.ports import free_port
 from midstream.session.ticket import TICKET, claimed_epoch, worker_dir
 from midstream.sidecar.plugin_path import engine_environ
 
@@ -120,12 +120,6 @@ def _words(process: psutil.Process) -> list[str]:
         return [] if process.status() == psutil.STATUS_ZOMBIE else process.cmdline()
     except psutil.NoSuchProcess:
         return []
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

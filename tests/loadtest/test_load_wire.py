@@ -18,6 +18,7 @@ import pytest_asyncio
 
 from midstream.loadtest.load.relay import Relay, ask, main, wrapped
 from midstream.session.errors import EngineError
+from midstream.session.ports import free_port
 
 # Says back what it is told, as an engine that is told its port.
 ECHO = """
@@ -32,12 +33,6 @@ class Server(socketserver.ThreadingTCPServer):
 Server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Echo).serve_forever()
 """
 UP_S = 30.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Wire:

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from midstream.session.errors import ConfigError
-from midstream.sidecar.config import Listen, Settings
+from midstream.sidecar.config import Settings
 from midstream.sidecar.daemon import _Daemon
+from midstream.sidecar.listening import listen
 
 ENGINE = ["python", "-m", "midstream.adapters.transformers.server", "--model", "m"]
 
@@ -14,15 +15,14 @@ ENGINE = ["python", "-m", "midstream.adapters.transformers.server", "--model", "
 async def test_a_port_of_the_engine_s_command_that_is_none_is_named(tmp_path: Path) -> None:
     daemon = _Daemon(Settings(state_dir=str(tmp_path)), [*ENGINE, "--port", "99999"])
     with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1:99999 .*choose another --port"):
-        daemon._listen(daemon._port())
+        listen("127.0.0.1", daemon._port())
 
 
-async def test_a_port_in_use_is_named(tmp_path: Path) -> None:
-    daemon = _Daemon(Settings(state_dir=str(tmp_path), listen=Listen(port=0)), None)
-    taken = daemon._listen(0)
+def test_a_port_in_use_is_named() -> None:
+    taken = listen("127.0.0.1", 0)
     try:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port} \(Address already in use\)"):
-            daemon._listen(port)
+            listen("127.0.0.1", port)
     finally:
         taken.close()

@@ -6,7 +6,6 @@ import logging
 import os
 import select
 import signal
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -18,6 +17,7 @@ import uvloop
 
 from midstream.session.errors import EngineError
 from midstream.session.lifeline import create_lifeline
+from midstream.session.ports import free_port
 from midstream.sidecar import supervise_run
 from midstream.sidecar.engine_log import LINE_BYTES_MAX, LineCutter
 from midstream.sidecar.lifeline_watch import LifelineWatch
@@ -73,12 +73,6 @@ from midstream.session.lifeline import LifelineFile
 while not LifelineFile(__import__("pathlib").Path(os.environ["LIFELINE"])).look(): time.sleep(0.01)
 """
 POLICY = Policy(start_timeout_s=20, stop_timeout_s=5, restart_backoff_s=0.05, restarts_max=3, restarts_window_s=60)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Engine:

@@ -4,7 +4,6 @@ Owns the processes; nothing here knows one engine from another.
 """
 
 import os
-import socket
 import subprocess
 import time
 import urllib.error
@@ -19,6 +18,7 @@ from midstream.adapters.contract import Beside, EngineAdapter
 from midstream.loadtest.harness import Victim, kill_worker
 from midstream.session.arena import ArenaReader, Slot, create_arena
 from midstream.session.ids import SessionId
+from midstream.session.ports import free_port
 from midstream.sidecar import plugin_path
 from support.mover_rig import Processes
 
@@ -109,7 +109,7 @@ class BesideEngines:
         arena = self._folder / f"{worker}.{epoch}.arena" if with_arena else None
         if arena is not None:
             create_arena(arena, slot_count=64, page_count=1024)
-        port = _free_port()
+        port = free_port()
         plugin = plugin_path.ensure(self._folder)
         beside = Beside(worker, epoch, self._processes.holder_path, arena, adopt, 5.0, plugin)
         launch = self._engine.adapter.start(self._engine.argv, port, beside, {**os.environ, **self._engine.env})
@@ -132,9 +132,3 @@ class BesideEngines:
         for running in self._running:
             running.kill()
         self._processes.stop()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -1,7 +1,7 @@
 """What the cases from the field need to know of an engine, to be the same cases on each of them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -11,6 +11,8 @@ class Manner:
 
     `emoji` makes it say characters of several tokens; `wordy` is a prompt that it answers with words; `ending` makes an
     end of text likely from the first token on, `pair` are two letters that are one token when they stand together.
+    `stopped_by` is the field that tells which stop string ended a choice; `core` is part of the name of the process
+    that computes, "" for a worker that is one process. `has_one_time`: all chunks of a chat have the same time.
     """
 
     name: str
@@ -22,6 +24,9 @@ class Manner:
     merged: int
     filler_id: int
     tokens: int
+    stopped_by: str = "stop_reason"
+    core: str = ""
+    has_one_time: bool = True
 
 
 EMBEDDED = Manner(
@@ -46,4 +51,15 @@ VLLM = Manner(
     merged=373,
     filler_id=2767,
     tokens=40,
+    core="EngineCore",
+)
+SGLANG = replace(
+    VLLM,
+    name="sglang",
+    block_tokens=64,
+    emoji={"prompt": "Draw rockets.", "regex": "(😀|🚀|🌍){12}"},
+    stopped_by="matched_stop",
+    # In chats SGLang writes into each chunk when that was made.
+    has_one_time=False,
+    core="sglang::schedul",
 )

@@ -5,7 +5,7 @@ What each answer asks of its engine goes on in the other one as if nothing had h
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -13,8 +13,8 @@ import pytest
 
 from midstream.loadtest.harness import Victim, kill_worker
 from support.sglang_features import DRAWN, PENALTIES, PERSON, STORY
-from support.sglang_rig import BLOCK_TOKENS, SglangRig
-from support.vllm_rig import COMPLETIONS, Case, chat, completion, require_same, undisturbed
+from support.sglang_rig import BLOCK_TOKENS
+from support.vllm_rig import COMPLETIONS, Case, Rig, chat, completion, require_same, undisturbed
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -23,19 +23,12 @@ SECRETS = ("PELICAN", "THUNDER", "VIOLIN", "MAGENTA")
 
 
 @pytest.fixture(scope="module")
-def rig() -> Iterator[SglangRig]:
+def rig(sglang_pair: Rig) -> Rig:
     """A sidecar with two workers."""
-    rig = SglangRig("--constrained-json-disable-any-whitespace", "--chunked-prefill-size", "128", workers=2)
-    try:
-        rig.start()
-        yield rig
-    finally:
-        rig.stop()
+    return sglang_pair
 
 
-async def test_whatever_was_asked_goes_on_after_the_scheduler_is_killed(
-    rig: SglangRig, http: aiohttp.ClientSession
-) -> None:
+async def test_whatever_was_asked_goes_on_after_the_scheduler_is_killed(rig: Rig, http: aiohttp.ClientSession) -> None:
     person = {"type": "json_schema", "json_schema": {"name": "answer", "schema": PERSON}}
     cases = [
         Case(chat(STORY), cut=20),
@@ -52,7 +45,7 @@ async def test_whatever_was_asked_goes_on_after_the_scheduler_is_killed(
 
 
 async def test_secrets_stay_where_they_belong_after_the_whole_tree_is_killed(
-    rig: SglangRig, http: aiohttp.ClientSession
+    rig: Rig, http: aiohttp.ClientSession
 ) -> None:
     cases = [Case(completion(f"The password is {s}. " * 6, max_tokens=48), COMPLETIONS) for s in SECRETS]
     edge = completion(STORY * 4, max_tokens=60, ignore_eos=True)
@@ -70,9 +63,7 @@ async def test_secrets_stay_where_they_belong_after_the_whole_tree_is_killed(
         assert not any(other in answer.text.upper() for other in SECRETS if other != secret)
 
 
-async def test_the_engines_own_api_goes_on_after_the_scheduler_is_killed(
-    rig: SglangRig, http: aiohttp.ClientSession
-) -> None:
+async def test_the_engines_own_api_goes_on_after_the_scheduler_is_killed(rig: Rig, http: aiohttp.ClientSession) -> None:
     await rig.ready(http)
     params = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
     body = {"text": STORY, "sampling_params": params, "stream": True}

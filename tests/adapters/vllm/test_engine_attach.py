@@ -1,7 +1,6 @@
 """`midstream serve` beside vLLMs that are started, killed and started again by hand."""
 
 import asyncio
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import pytest
 
 from midstream.loadtest.client import Answer, read_stream
 from midstream.session.lifeline import Hold, LifelineFile
+from midstream.session.ports import free_port
 from support.vllm_by_hand import ByHand
 from support.vllm_rig import ASK_REPORT, CHAT, START_S, chat
 
@@ -115,13 +115,6 @@ class Site:
         await asyncio.to_thread(self.engines[name].kill)
         if again:
             self.engines[name].start()
-
-
-def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

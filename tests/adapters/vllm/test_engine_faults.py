@@ -1,12 +1,12 @@
 """A real vLLM beside a sidecar that is not there, with an arena that is none and a pool that nobody keeps, serves."""
 
-import socket
 from collections.abc import Iterator
 
 import aiohttp
 import pytest
 
 from midstream.loadtest.client import read_stream
+from midstream.session.ports import free_port
 from support.vllm_by_hand import ByHand
 from support.vllm_rig import CHAT, chat
 
@@ -26,10 +26,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ByHand]:
         "MIDSTREAM_ARENA": str(arena),
         "MIDSTREAM_ADOPT": str(folder / "gone.arena"),
     }
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    engine = ByHand(folder, "a", port, told)
+    engine = ByHand(folder, "a", free_port(), told)
     try:
         engine.start()
         engine.wait_ready()
