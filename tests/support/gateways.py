@@ -32,11 +32,13 @@ class Fleet:
         self.secret.write_text(secrets.token_hex(32))
         self.secret.chmod(0o600)
         settings = options.pop("settings", {})
+        of_each = options.pop("of_each", lambda name: {})
         self.nodes = {
             f"node-{index}": Sidecar(
                 command,
                 workers=workers,
-                settings={"fleet.secret_file": str(self.secret), "fleet.name": f"node-{index}", **settings},
+                settings={"fleet.secret_file": str(self.secret), "fleet.name": f"node-{index}", **settings}
+                | of_each(f"node-{index}"),
                 **options,
             )
             for index in range(nodes)
