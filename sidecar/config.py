@@ -172,6 +172,10 @@ class Fleet(_Part, frozen=True):
     """What this sidecar, or gateway, shares with the others of its fleet (docs/fleet.md)."""
 
     name: Annotated[str | None, Meta(description="This node's name in the fleet; null takes that of its host.")] = None
+    url: Annotated[
+        str | None,
+        Meta(description="Where others of the fleet reach this node; null: what it listens on, if that is an address."),
+    ] = None
     secret_file: Annotated[
         str | None,
         Meta(description="File with the secret that all of a fleet share; null: this node takes nothing of a gateway."),
@@ -257,7 +261,7 @@ class Gateway(_Part, frozen=True):
         Meta(
             pattern="^[^ ]*$",
             title="[NAME=]URLs with commas between",
-            description="Nodes to stand in front of.",
+            description="Nodes to stand in front of, where fleet.coordination does not tell them.",
         ),
     ] = ""
     poll_s: Annotated[float, Meta(gt=0, le=60, description="How often each node is asked how it is.")] = 1.0

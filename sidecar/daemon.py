@@ -11,8 +11,9 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,10 @@ from .choice import Tier
 from .config import Listen, Settings
 from .control import Control, serving_control
 from .coordinator import CoordinatorSettings, SidecarCoordinator
-from .fleet_access import believer_of, node_name
-from .fleet_api import fleet_routes
+from .fleet.record import Record
+from .fleet_access import believer_of, node_name, node_url
+from .fleet_api import fleet_routes, node_record
+from .fleet_member import as_member
 from .hang import is_deaf, is_hung
 from .leaving import has_claimed_places
 from .lifeline_watch import LifelineWatch
@@ -129,8 +132,11 @@ class _Daemon:
             self._spawn(self._follow_status(), "status")
             if self._replicas is not None:
                 self._spawn(self._replicas.keep(), "replicas")
-            runner = await self._serve(listener)
+            record_now = self._record_now(listener)
+            runner = await self._serve(listener, record_now)
             stack.push_async_callback(runner.cleanup)
+            if record_now is not None:
+                await stack.enter_async_context(as_member(self._settings.fleet, record_now))
             control = Control(self._coordinator, proxy_settings(self._settings, self._adapter))
             await stack.enter_async_context(serving_control(self._state, control))
             stack.push_async_callback(self._stop_engines)
@@ -199,13 +205,25 @@ class _Daemon:
         host, bound = listener.getsockname()[:2]
         return reachable_url(host, bound)
 
-    async def _serve(self, listener: socket.socket) -> Any:
+    def _record_now(self, listener: socket.socket) -> Callable[[], Record] | None:
+        """What this node says of itself to its fleet, if it is in one. ConfigError where that cannot be said."""
+        fleet = self._settings.fleet
+        if fleet.secret_file is None and fleet.coordination == "none":
+            return None
+        return partial(
+            node_record,
+            self._workers,
+            self._coordinator,
+            name=node_name(fleet),
+            url=node_url(fleet, self._settings.listen.host, self._told_url(listener)),
+            slots=self._settings.arena.slot_count,
+        )
+
+    async def _serve(self, listener: socket.socket, record_now: Callable[[], Record] | None) -> Any:
         routes = api.routes(self._workers, self._coordinator, self._metrics, self._status)
         believer = believer_of(self._settings.fleet)
-        if believer is not None:
-            name, url = node_name(self._settings.fleet), self._told_url(listener)
-            slots = self._settings.arena.slot_count
-            routes += fleet_routes(believer, self._workers, self._coordinator, name=name, url=url, slots=slots)
+        if believer is not None and record_now is not None:
+            routes += fleet_routes(believer, self._coordinator, record_now)
         app = build_app(
             self._coordinator, proxy_settings(self._settings, self._adapter), routes=routes, believer=believer
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 from ..session.errors import ConfigError
 from .config import Fleet
 from .fleet.proof import SecretBeliever, SecretProver
-from .fleet.record import member_name
+from .fleet.record import Record, Role, member_name
 from .replicas.credentials import CredentialFiles, read_credentials
 
 
@@ -34,6 +34,20 @@ def node_name(fleet: Fleet) -> str:
         return member_name(name)
     except ValueError as error:
         raise ConfigError(f"fleet.name: {error}") from error
+
+
+def node_url(fleet: Fleet, host: str, listening: str) -> str:
+    """Where others reach this node, which listens on `host`. ConfigError where nobody could know that."""
+    if fleet.url is not None:
+        try:
+            return Record("node", Role.NODE, fleet.url.rstrip("/")).url
+        except ValueError as error:
+            raise ConfigError(f"fleet.url: {error}") from error
+    if fleet.coordination != "none" and host in ("0.0.0.0", "::"):
+        raise ConfigError(
+            f"this node listens on {host}, which is no address to be reached at; name one of its own with fleet.url"
+        )
+    return listening
 
 
 def _secret(fleet: Fleet) -> bytes | None:

@@ -55,9 +55,9 @@ def load_of(sessions: int, slot_count: int) -> Load:
 
 
 def fleet_routes(
-    believer: Believer, workers: Workers, coordinator: SidecarCoordinator, *, name: str, url: str, slots: int
+    believer: Believer, coordinator: SidecarCoordinator, record_now: Callable[[], Record]
 ) -> list[web.RouteDef]:
-    """The routes, to be put before the proxy's."""
+    """The routes, to be put before the proxy's. `record_now` is what the node says of itself."""
     life = secrets.token_hex(8)
     strangers = Strangers()
 
@@ -73,8 +73,7 @@ def fleet_routes(
         return handle
 
     def node(_: web.Request) -> web.Response:
-        record = node_record(workers, coordinator, name=name, url=url, slots=slots)
-        return web.Response(text=encode(record), content_type="application/json", headers={LIFE: life})
+        return web.Response(text=encode(record_now()), content_type="application/json", headers={LIFE: life})
 
     def session(request: web.Request) -> web.Response:
         told = coordinator.told_of(request.match_info["session"])

@@ -19,7 +19,7 @@ from midstream.proxy.settings import ProxySettings
 from midstream.session.errors import Refused
 from midstream.session.marker import KvSource, Marker, Resume
 from midstream.sidecar.fleet.proof import SecretBeliever, SecretProver
-from midstream.sidecar.fleet_api import fleet_routes
+from midstream.sidecar.fleet_api import fleet_routes, node_record
 from midstream.sidecar.gateway.coordinator import GatewayCoordinator
 from midstream.sidecar.gateway.node_watch import NodeWatch
 from midstream.sidecar.gateway.routes import routes
@@ -131,9 +131,9 @@ class Node:
 
     async def start(self) -> None:
         """Serve, where it served before if it did."""
-        told = {"name": self.name, "url": "http://127.0.0.1", "slots": SLOTS}
         coordinator = cast(Any, self.coordinator)
-        more = fleet_routes(self.believer, coordinator, coordinator, **told)
+        told = {"name": self.name, "url": "http://127.0.0.1", "slots": SLOTS}
+        more = fleet_routes(self.believer, coordinator, lambda: node_record(coordinator, coordinator, **told))
         app = build_app(self.coordinator, self.settings, routes=more, believer=self.believer)
         app.middlewares.append(self._middleware)
 

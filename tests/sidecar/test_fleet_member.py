@@ -1,0 +1,94 @@
+"""A node that is a member of its fleet while it runs."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from midstream.session.errors import ConfigError, CoordinationError
+from midstream.sidecar import fleet_member
+from midstream.sidecar.config import Fleet
+from midstream.sidecar.fleet.coordination import Membership
+from midstream.sidecar.fleet.local import LocalCoordination
+from midstream.sidecar.fleet.record import Readiness, Record, Role
+from midstream.sidecar.fleet_access import node_url
+from midstream.sidecar.fleet_member import as_member, stay
+
+READY = Record("a", Role.NODE, "http://a:1", readiness=Readiness.READY, slot_count=8)
+
+
+class Node:
+    record = READY
+
+    def now(self) -> Record:
+        return self.record
+
+
+async def readiness(fleet: LocalCoordination) -> list[str]:
+    async for picture in fleet.watch():
+        return [member.record.readiness.value for member in picture.members.values()]
+    return []
+
+
+async def until(fleet: LocalCoordination, wanted: list[str]) -> None:
+    async with asyncio.timeout(3):
+        while await readiness(fleet) != wanted:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_what_changes_is_told_and_the_end_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_member, "LOOK_EVERY_S", 0.01)
+    fleet, node = LocalCoordination(), Node()
+    staying = asyncio.create_task(stay(fleet, node.now, 10))
+    await until(fleet, ["ready"])
+    node.record = replace(READY, readiness=Readiness.DRAINING)
+    await until(fleet, ["draining"])
+    staying.cancel()
+    await asyncio.gather(staying, return_exceptions=True)
+    await until(fleet, [])
+
+
+async def test_a_service_that_is_silent_at_first_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fleet_member, "_RETRY_FIRST_S", 0.01)
+
+    class SilentAtFirst(LocalCoordination):
+        silences = 2
+
+        async def join(self, record: Record, lease_s: int) -> Membership:
+            if self.silences:
+                self.silences -= 1
+                raise CoordinationError("no answer")
+            return await super().join(record, lease_s)
+
+    fleet = SilentAtFirst()
+    staying = asyncio.create_task(stay(fleet, Node().now, 10))
+    await until(fleet, ["ready"])
+    assert caplog.text.count("event=fleet_not_joined") == 2
+    staying.cancel()
+    await asyncio.gather(staying, return_exceptions=True)
+
+
+async def test_without_a_service_nothing_is_done() -> None:
+    def never() -> Record:
+        raise AssertionError
+
+    async with as_member(Fleet(), never):
+        await asyncio.sleep(0)
+
+
+async def test_a_service_that_is_not_there_keeps_no_node_from_serving_or_ending() -> None:
+    fleet = Fleet(coordination="etcd", etcd_endpoints="http://127.0.0.1:9")
+    async with asyncio.timeout(8):
+        async with as_member(fleet, Node().now):
+            await asyncio.sleep(0.2)
+
+
+def test_where_a_node_is_reached_must_be_an_address() -> None:
+    assert node_url(Fleet(), "0.0.0.0", "http://127.0.0.1:8800") == "http://127.0.0.1:8800"
+    assert node_url(Fleet(url="http://10.0.0.1:8800/"), "0.0.0.0", "http://127.0.0.1:8800") == "http://10.0.0.1:8800"
+    with pytest.raises(ConfigError, match=r"fleet\.url"):
+        node_url(Fleet(coordination="etcd"), "0.0.0.0", "http://127.0.0.1:8800")
+    with pytest.raises(ConfigError, match=r"fleet\.url"):
+        node_url(Fleet(url="10.0.0.1:8800"), "10.0.0.1", "http://10.0.0.1:8800")
