@@ -1,10 +1,10 @@
 """Brings this node's snapshots to one store elsewhere, for as long as the node runs.
 
 Owns the order of sending, what it does when the store does not answer, and what it counts. Invariant: at most
-SENDERS blocks are in memory; bytes go out only as the budget lets them; a block that is there is not sent again; a
-manifest goes last. A store that is down costs lag, and nothing else: it is asked again after pauses that grow. A
-session that cannot be sent for a reason of its own is left aside for a while, and the others go on. What a store has
-lost since is noticed within RECHECK_S, and sent again.
+SENDERS blocks are in memory, of LANES sessions at once; bytes go out only as the budget lets them; a block that is
+there is not sent again; a manifest goes last. A store that is down costs lag, and nothing else: it is asked again after
+pauses that grow. A session that cannot be sent for a reason of its own is left aside for a while, and the others go on.
+What a store has lost since is noticed within RECHECK_S, and sent again.
 """
 
 import logging
@@ -28,6 +28,7 @@ from .peer_wire import reason_of
 from .urgency import most_urgent
 
 SENDERS = 4
+LANES = 4
 ROUND_S = 0.1
 RETRY_FIRST_S, RETRY_LARGEST_S = 0.5, 30.0
 PUT_OFF_S = 10.0
@@ -92,6 +93,9 @@ class Courier:
         self._mutex = threading.Lock()
         self._shapes: OrderedDict[SessionId, Shape] = OrderedDict()
         self._senders = ThreadPoolExecutor(SENDERS, thread_name_prefix=f"send-{name}")
+        # A snapshot is several questions and answers: while one waits, others are sent.
+        self._lane_threads = ThreadPoolExecutor(LANES, thread_name_prefix=f"lane-{name}")
+        self._lanes: dict[SessionId, Future[None]] = {}
         self._stopping = threading.Event()
         self._store: ReplicaStore | None = None
         self.is_up = False
@@ -115,9 +119,10 @@ class Courier:
             except StoreError as error:
                 self._failed(error)
             except Exception:
-                self.counts["failures_internal"] += 1
+                self._add("failures_internal")
                 _LOG.exception("event=courier_failed store=%s", self.name)
                 self._stopping.wait(self._backoff.wait_s())
+        self._lane_threads.shutdown(wait=True, cancel_futures=True)
         self._senders.shutdown(wait=True, cancel_futures=True)
         if self._store is not None:
             self._store.close()
@@ -161,15 +166,38 @@ class Courier:
             self._backoff.succeeded()
             _LOG.info("event=replica_store_up store=%s", self.name)
         self._tell_of_ends(self._store)
-        with self._mutex:
-            chosen = most_urgent(self._backlog.behind(self._shapes, self._clock()))
-        if chosen is None:
-            return self._recheck(self._store)
-        session = SessionId(chosen.session)
+        self._harvest()
+        if len(self._lanes) < LANES:
+            with self._mutex:
+                behind = self._backlog.behind(self._shapes, self._clock())
+            chosen = most_urgent([b for b in behind if b.session not in self._lanes])
+            if chosen is not None:
+                session = SessionId(chosen.session)
+                self._lanes[session] = self._lane_threads.submit(self._bring, self._store, session)
+                return True
+        if self._lanes:
+            wait(self._lanes.values(), timeout=ROUND_S, return_when=FIRST_COMPLETED)
+            return True
+        return self._recheck(self._store)
+
+    def _harvest(self) -> None:
+        """See what came of those that were being sent. Raises what says that the store as such is not well."""
+        for session, bringing in list(self._lanes.items()):
+            if bringing.done():
+                del self._lanes[session]
+                error = bringing.exception()
+                if error is not None:
+                    # The others will fail, too, or succeed: either is over in time.
+                    wait(self._lanes.values())
+                    self._lanes.clear()
+                    raise error
+
+    def _bring(self, store: ReplicaStore, session: SessionId) -> None:
+        """Send one session's latest snapshot, in a thread of its own. Raises StoreError where the store is not well."""
         try:
-            sent = self._send(self._store, session)
+            sent = self._send(store, session)
         except LocalGone as error:
-            self.counts["local_gone"] += 1
+            self._add("local_gone")
             _LOG.info("event=replica_not_sent store=%s session=%s why=%s", self.name, session, error)
             self._put_off(session, 1.0)
         except StoreError as error:
@@ -179,11 +207,10 @@ class Courier:
             _LOG.warning("event=replica_refused store=%s session=%s error=%s", self.name, session, error)
             self._put_off(session, PUT_OFF_S)
         else:
-            self.counts["snapshots_sent"] += 1
+            self._add("snapshots_sent")
             self._backoff.succeeded()
             with self._mutex:
                 self._backlog.published(session, sent.generation, sent.kv_len, self._clock())
-        return True
 
     def _look(self) -> None:
         """See what there is here, and what new sessions are like; it takes a tenth of the time at most."""
@@ -249,7 +276,7 @@ class Courier:
                 unknown = [name for name in dict.fromkeys(manifest.chunks) if name not in have]
                 there = draft.keep_all(unknown)
                 have |= there
-                self.counts["chunks_there"] += len(there)
+                self._add("chunks_there", len(there))
                 try:
                     self._put_all(draft, [name for name in unknown if name not in there], have)
                 except LocalGone:
@@ -274,8 +301,8 @@ class Courier:
                 for future in done:
                     size = future.result()
                     have.add(sending.pop(future))
-                    self.counts["chunks_sent"] += 1
-                    self.counts["bytes_sent"] += size
+                    self._add("chunks_sent")
+                    self._add("bytes_sent", size)
         finally:
             for future in sending:
                 future.cancel()
@@ -296,7 +323,11 @@ class Courier:
             self._backlog.put_off(session, self._clock() + for_s)
 
     def _count(self, error: StoreError) -> None:
-        self.counts[f"failures_{reason_of(error).value}"] += 1
+        self._add(f"failures_{reason_of(error).value}")
+
+    def _add(self, name: str, more: int = 1) -> None:
+        with self._mutex:
+            self.counts[name] += more
 
     def _failed(self, error: StoreError) -> None:
         self._count(error)

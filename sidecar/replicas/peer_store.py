@@ -67,8 +67,9 @@ class PeerStore:
 
     def close(self) -> None:
         """See ReplicaStore.close."""
-        if self._session is not None:
-            self._loop.call(self._session.close(), 5)
+        session, self._session = self._session, None
+        if session is not None:
+            self._loop.call(session.close(), 5)
         self._loop.close()
 
     # Reading

@@ -53,10 +53,10 @@ def s3() -> Iterator[ReplicaStore]:
     os.environ |= {"AWS_ACCESS_KEY_ID": "t", "AWS_SECRET_ACCESS_KEY": "t"}
     server = start_s3()
     client = boto3.client("s3", endpoint_url=server.url, region_name="us-east-1")
-    client.create_bucket(Bucket="b")
+    client.create_bucket(Bucket="bench")
     try:
-        objects = S3Objects("b", endpoint=server.url, region="us-east-1")
-        yield ObjectStore(objects, Names("", "n"), bytes_max=8 << 30)
+        objects = S3Objects("bench", endpoint=server.url, region="us-east-1")
+        yield ObjectStore(objects, Names("", "n"), bytes_max=8 << 30, trust_s=3600.0)
     finally:
         server.process.kill()
         server.process.wait()

@@ -183,6 +183,20 @@ def test_a_session_that_is_refused_for_itself_holds_up_no_other(rig: Rig) -> Non
     assert rig.there(OTHER) == 0
 
 
+def test_a_session_that_takes_long_holds_up_no_other(rig: Rig) -> None:
+    going_on = threading.Event()
+    [slow] = random_snapshot(rig.disk, OTHER, 5000)
+    rig.remote.before_put = lambda name: going_on.wait(20) if name.endswith(slow) else None  # type: ignore[assignment]
+    rig.start()
+    write(rig.disk, range(4))
+    rig.until(lambda: rig.there() == 16)
+    write(rig.disk, range(6), created_at=2000.0)
+    rig.until(lambda: rig.there() == 24)
+    assert rig.there(OTHER) == 0
+    going_on.set()
+    rig.until(lambda: rig.there(OTHER) == 4)
+
+
 def test_a_full_store_is_said_and_tried_again(rig: Rig) -> None:
     rig.remote.before_put = lambda name: (_ for _ in ()).throw(ReplicaError(Refusal.FULL, "full"))
     rig.start()
