@@ -334,8 +334,14 @@ async def test_an_etcd_with_certificates_is_reached_by_who_has_them(tmp_path: Pa
         await until(one.watch(), lambda p: joined.id in p.members)
         for without in ("ca_file", "cert_file"):
             stranger = opened(server.url, **{k: v for k, v in files.items() if k != without})
-            with pytest.raises(CoordinationError, match=r"(?i)certificate|ssl"):
-                await stranger.join(OTHER, LEASE_S)
+            told = ""
+            for _ in range(5):  # a busy machine may take too long to be refused
+                with pytest.raises(CoordinationError) as caught:
+                    await stranger.join(OTHER, LEASE_S)
+                told = str(caught.value).lower()
+                if "certificate" in told or "ssl" in told:
+                    break
+            assert "certificate" in told or "ssl" in told
     finally:
         server.kill()
 
