@@ -51,6 +51,7 @@ from .proxy_settings import proxy_settings
 from .replicas import keeper as replicas
 from .replicas.keeper import ReplicasKeeper
 from .servants import HolderKeeper, MoverKeeper
+from .served_models import ServedModels
 from .state_dir import owned_state_dir, reachable_url, told_url
 from .supervise import Policy, WorkerState
 from .supervise_run import Command, EpochDeath, StateChange, Supervised
@@ -90,6 +91,7 @@ class _Daemon:
         self._mover = MoverKeeper(self._mover_command(), self._state / "mover.sock", on_start=self._watch_again)
         self._mover_client = MoverClient(self._state / "mover.sock")
         self._mover_status: dict[str, Any] | None = None
+        self._models = ServedModels(self._ready_engines)
         self._coordinator = SidecarCoordinator(
             self._workers,
             self._mover_client,
@@ -133,6 +135,7 @@ class _Daemon:
             if self._replicas is not None:
                 self._spawn(self._replicas.keep(), "replicas")
             record_now = self._record_now(listener)
+            stack.push_async_callback(self._models.close)
             runner = await self._serve(listener, record_now)
             stack.push_async_callback(runner.cleanup)
             if record_now is not None:
@@ -214,10 +217,15 @@ class _Daemon:
             node_record,
             self._workers,
             self._coordinator,
+            self._models,
             name=node_name(fleet),
             url=node_url(fleet, self._settings.listen.host, self._told_url(listener)),
             slots=self._settings.arena.slot_count,
         )
+
+    def _ready_engines(self) -> dict[str, str]:
+        ready = self._workers.ready()
+        return {f"{w.name}/{w.current.number if w.current is not None else 0}": w.url for w in ready}
 
     async def _serve(self, listener: socket.socket, record_now: Callable[[], Record] | None) -> Any:
         routes = api.routes(self._workers, self._coordinator, self._metrics, self._status)

@@ -16,6 +16,7 @@ from ..proxy import headers, problems
 from ..proxy.fleet import Believer, Strangers, Unproven
 from .coordinator import SidecarCoordinator
 from .fleet.record import Load, Readiness, Record, Role, encode
+from .served_models import ServedModels
 from .workers import Workers
 
 FLEET_PATH = "/midstream/v1/fleet/"
@@ -29,7 +30,9 @@ _BUSY = 0.75
 Handler = Callable[[web.Request], Any]
 
 
-def node_record(workers: Workers, coordinator: SidecarCoordinator, *, name: str, url: str, slots: int) -> Record:
+def node_record(
+    workers: Workers, coordinator: SidecarCoordinator, models: ServedModels, *, name: str, url: str, slots: int
+) -> Record:
     """What a node says of itself; `slots` is how many sessions each of its workers can have."""
     ready = workers.ready()
     readiness = Readiness.DRAINING if coordinator.draining else Readiness.READY if ready else Readiness.NOT_READY
@@ -41,6 +44,7 @@ def node_record(workers: Workers, coordinator: SidecarCoordinator, *, name: str,
         url=url,
         readiness=readiness,
         load=load_of(coordinator.open_count, slot_count),
+        models=models.names(),
         keys=tuple(sorted(keys)),
         slot_count=slot_count,
         version=version("midstream"),

@@ -68,10 +68,13 @@ def choose(
 ) -> Node | None:
     """The node for a session, or None when none is ready for its model.
 
+    A model that no node names is for any engine to refuse, and a node that names none is believed to have them all.
     `beginning` is what it has in common with others. `keys`: it had KV of one of these; who can use it comes first.
     `never`: not even where there is no other; `rather_not`: only then.
     """
-    able = [n for n in nodes if n.is_ready and n.id not in never and _serves(n, model)]
+    able = [n for n in nodes if n.is_ready and n.id not in never]
+    if any(_names(n, model) for n in nodes):
+        able = [n for n in able if _names(n, model) or not _tells_models(n)]
     able = [n for n in able if n.id not in rather_not] or able
     able = [n for n in able if not _is_full(n)] or able
     able = [n for n in able if not set(keys).isdisjoint(n.keys)] or able
@@ -94,10 +97,12 @@ def _is_busy(node: Node) -> bool:
     return node.record is not None and node.record.load is Load.BUSY
 
 
-def _serves(node: Node, model: str) -> bool:
-    """A node that names no models is believed to have them all."""
-    models = node.record.models if node.record is not None else ()
-    return not model or not models or model in models
+def _names(node: Node, model: str) -> bool:
+    return node.record is not None and model in node.record.models
+
+
+def _tells_models(node: Node) -> bool:
+    return node.record is not None and bool(node.record.models)
 
 
 def _weight(name: str, beginning: bytes) -> bytes:

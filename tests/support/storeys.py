@@ -42,6 +42,7 @@ class NodeCoordinator(ScriptedCoordinator):
         self.ready_count = 1
         self.open_count = 0
         self.open_max = 0
+        self.models: tuple[str, ...] = ()
         self.first_kv = KvSource.NONE
         self.admission_wait_s = 0.0
         self._outcomes: dict[str, list[Outcome]] = {}
@@ -98,6 +99,10 @@ class NodeCoordinator(ScriptedCoordinator):
 
     # What the fleet's paths ask of a sidecar's workers.
 
+    def names(self) -> tuple[str, ...]:
+        """The models that are served."""
+        return self.models
+
     def ready(self) -> list[Any]:
         """Workers without a key."""
         return [_Worker()] * self.ready_count
@@ -133,7 +138,9 @@ class Node:
         """Serve, where it served before if it did."""
         coordinator = cast(Any, self.coordinator)
         told = {"name": self.name, "url": "http://127.0.0.1", "slots": SLOTS}
-        more = fleet_routes(self.believer, coordinator, lambda: node_record(coordinator, coordinator, **told))
+        more = fleet_routes(
+            self.believer, coordinator, lambda: node_record(coordinator, coordinator, coordinator, **told)
+        )
         app = build_app(self.coordinator, self.settings, routes=more, believer=self.believer)
         app.middlewares.append(self._middleware)
 

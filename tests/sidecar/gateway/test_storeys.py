@@ -376,3 +376,19 @@ async def test_a_client_that_leaves_is_left_by_its_node_and_engine() -> None:
         await asyncio.wait_for(a.coordinator.engines[0].seen[0].cancelled.wait(), 2)
         await fleet.until(lambda: fleet.serving == [] and a.coordinator.open_count == 0)
         assert fleet.last()["state"] == "cancelled"
+
+
+async def test_a_model_is_asked_of_a_node_that_has_it_and_of_no_other() -> None:
+    a, b = Node("a", engine(name="a")), Node("b", engine(name="b"))
+    a.coordinator.models, b.coordinator.models = ("small",), ("tiny",)
+    async with storeys(a, b) as fleet:
+        for _ in range(3):
+            require_whole(await fleet.client.complete())
+        assert (len(a.coordinator.of("admit")), len(b.coordinator.of("admit"))) == (0, 3)
+        b.coordinator.ready_count = 0
+        await fleet.until(lambda: fleet.state("b") == "not-ready")
+        got = await fleet.client.complete()
+        assert (got.status, "for model 'tiny'" in got.json["error"]["message"]) == (503, True)
+        # What nobody has heard of, an engine refuses in its own words.
+        assert (await fleet.client.complete(model="huge")).status == 200
+        assert len(a.coordinator.of("admit")) == 1
