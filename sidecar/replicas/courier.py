@@ -19,6 +19,7 @@ from typing import Protocol
 from ...session.disk_store import Head
 from ...session.errors import StoreError
 from ...session.ids import SessionId
+from ...session.ledger import LIVE_KEEP_S
 from ...session.manifest import Manifest
 from ..fleet.backoff import Backoff
 from .backlog import SESSIONS_MAX, Backlog, Shape
@@ -79,6 +80,7 @@ class Courier:
         every_s: float = 0.0,
         recheck_s: float = RECHECK_S,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
         draw: Callable[[], float] = random.random,
     ) -> None:
         self.name = name
@@ -86,6 +88,7 @@ class Courier:
         self._local = local
         self._budget = budget
         self._clock = clock
+        self._wall = wall
         self._backoff = Backoff(RETRY_FIRST_S, RETRY_LARGEST_S, draw)
         self._backlog = Backlog(every_s)
         self._recheck_s = recheck_s
@@ -218,7 +221,10 @@ class Courier:
         if began_s < self._look_at_s:
             return
         try:
-            heads = self._local.heads()
+            # One that is older is of a session whose end nobody saw: nothing to keep elsewhere, and where there is no
+            # room it is the first to go.
+            oldest = self._wall() - LIVE_KEEP_S
+            heads = [head for head in self._local.heads() if head.created_at >= oldest]
         except StoreError:
             # The mover has not made it yet, or is making another.
             return

@@ -67,7 +67,7 @@ class Rig:
         self.disk = DiskStore(folder)
         self.remote = Remote()
         self.budget = Budget(bytes_per_s)
-        self.courier = Courier("there", self.open, OwnStore(folder), self.budget, recheck_s=0.3)
+        self.courier = Courier("there", self.open, OwnStore(folder), self.budget, recheck_s=0.3, wall=lambda: 1500.0)
         self.thread = threading.Thread(target=self.courier.run)
 
     def open(self) -> ObjectStore:
@@ -181,6 +181,16 @@ def test_a_session_that_is_refused_for_itself_holds_up_no_other(rig: Rig) -> Non
     status = rig.courier.status()
     assert (status["up"], status["failures_too_large"]) == (1, 1)
     assert rig.there(OTHER) == 0
+
+
+def test_a_session_that_nobody_has_heard_of_for_long_is_not_sent(rig: Rig) -> None:
+    write(rig.disk, range(4), OTHER, created_at=899.0)
+    rig.start()
+    write(rig.disk, range(2), created_at=901.0)
+    rig.until(lambda: rig.there() == 8)
+    time.sleep(0.3)
+    assert rig.there(OTHER) == 0
+    assert rig.courier.status()["lag_tokens"] == 0
 
 
 def test_a_session_that_takes_long_holds_up_no_other(rig: Rig) -> None:

@@ -83,7 +83,7 @@ RESTORE = {
         (b"[" * 50_000 + b"\n", "not JSON"),
         (b"[]\n", "not a JSON object"),
         (request(), "unknown op None"),
-        (request(op="explode"), "unknown op 'explode'; use one of finish, kept, release, restore"),
+        (request(op="explode"), "unknown op 'explode'; use one of finish, kept, release, replicated, restore"),
         (request(op=["status"]), "unknown op"),
         (request(op={"a": 1}), "unknown op"),
         (request(op="watch"), "arena is None; give an absolute path"),
