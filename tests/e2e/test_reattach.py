@@ -89,7 +89,7 @@ async def test_a_sidecar_that_is_told_to_stop_waits_for_who_is_away_and_lets_the
     assert said(have) == (wanted.text, wanted.token_ids)
     process = sidecar.process.process
     assert process is not None
-    assert await asyncio.to_thread(process.wait, 30) == 0
+    assert await asyncio.to_thread(process.wait, 90) == 0, sidecar.process.last_lines()
 
 
 async def test_a_sidecar_that_was_started_anew_has_no_stream_of_the_one_before_and_says_so(
