@@ -29,8 +29,8 @@ _LOG = logging.getLogger("midstream.gateway")
 ANSWER_S = 2.0
 # The last question before a node is lost gets at least so long.
 _ANSWER_S_MIN = 0.1
-# All first questions together take so long for each thousand nodes.
-_SPREAD_S = 1.0
+# All first questions together take so long for each thousand nodes; from the second on they fill the interval.
+_FIRST_S = 1.0
 _JITTER = 0.1
 # However many nodes there are; each question costs both sides a third of a millisecond.
 ASKED_PER_S_MAX = 250
@@ -66,7 +66,8 @@ class NodeWatch:
 
     async def _follow_one(self, http: aiohttp.ClientSession, name: str) -> None:
         silence = Silence(self._lost_after_s)
-        await asyncio.sleep(random.random() * min(self.every_s, _SPREAD_S * len(self._urls) / 1000))
+        await asyncio.sleep(random.random() * min(self.every_s, _FIRST_S * len(self._urls) / 1000))
+        phase = random.random()
         while True:
             self._soon[name].clear()
             began_s = time.monotonic()
@@ -75,8 +76,10 @@ class NodeWatch:
             except Exception:
                 # A defect here must not look like a fleet in which nothing happens any more.
                 _LOG.exception("event=node_watch node=%s", name)
-            wait_s = self.every_s * (1 + _JITTER * (2 * random.random() - 1)) - (time.monotonic() - began_s)
-            await self._rest(name, silence, max(wait_s, self.every_s / 4))
+            took_s = time.monotonic() - began_s
+            jittered = 1 + _JITTER * (2 * random.random() - 1)
+            await self._rest(name, silence, phase * max(self.every_s * jittered - took_s, self.every_s / 4))
+            phase = 1.0
 
     async def _rest(self, name: str, silence: Silence, wait_s: float) -> None:
         """Until it is time, or somebody wants to know."""

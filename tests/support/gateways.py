@@ -18,7 +18,7 @@ import psutil
 from midstream.loadtest.client import Answer, read_stream, read_whole
 from support.sidecars import CHAT, COMPLETIONS, MODEL, REPORT, Sidecar, until
 
-START_S = 30.0
+START_S = 90.0
 
 
 class Fleet:

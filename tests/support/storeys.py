@@ -205,7 +205,7 @@ class Storeys:
         async with self.client.session.get(self.client.url + path) as answer:
             return answer.status, await answer.json()
 
-    async def until(self, condition: Callable[[], bool], limit_s: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], bool], limit_s: float = 20.0) -> None:
         """Wait until something holds."""
         async with asyncio.timeout(limit_s):
             while not condition():  # noqa: ASYNC110
@@ -231,8 +231,8 @@ async def storeys(
     *nodes: Node,
     settings: ProxySettings | None = None,
     poll_s: float = 0.1,
-    lost_after_s: float = 0.4,
-    timeout_s: float = 5.0,
+    lost_after_s: float = 3.0,
+    timeout_s: float = 20.0,
     wait: bool = True,
 ) -> AsyncIterator[Storeys]:
     """A running gateway before these nodes; `wait` until it has heard of them all."""

@@ -124,8 +124,10 @@ async def test_what_a_lost_node_had_not_said_of_its_own_takeover_is_never_called
         asking = asyncio.create_task(
             fleet.client.post("/v1/completions", {"model": "tiny", "prompt": "x", "stream": True}, **REPORT)
         )
-        await fleet.until(lambda: a.coordinator.engines[1].meets_fate.is_set())
+        # Its client has something of the second one's: what was lost on the way is nobody's takeover.
+        await fleet.until(lambda: bool(fleet.coordinator.sessions()) and bool(fleet.last()["outcomes"]))
         b.coordinator.ready_count = 1
+        await fleet.until(lambda: fleet.state("b") == "ready")
         await a.lose()
         got = await asking
         require_whole(got)
@@ -161,7 +163,7 @@ async def test_two_nodes_lost_in_a_row_are_two_takeovers() -> None:
 
 async def test_a_node_that_hangs_with_open_connections_is_lost_in_time() -> None:
     a, b = Node("a", engine(STALLS, name="a")), Node("b", engine(STALLS, name="b"))
-    async with storeys(a, b, lost_after_s=0.3) as fleet:
+    async with storeys(a, b, lost_after_s=0.6) as fleet:
         asking = asyncio.create_task(fleet.client.complete())
         await fleet.until(lambda: any(n.coordinator.engines[0].meets_fate.is_set() for n in (a, b)))
         hung = fleet.nodes[fleet.serving[0]]
@@ -171,7 +173,7 @@ async def test_a_node_that_hangs_with_open_connections_is_lost_in_time() -> None
         hung.hang()
         require_whole(await asking)
         took_s = asyncio.get_running_loop().time() - began_s
-        assert 0.25 < took_s < 2.0
+        assert 0.5 < took_s < 10.0
         assert fleet.state(hung.name) == "lost"
         assert fleet.last()["outcomes"][0]["reason"] == "node_lost"
         hung.wake()
@@ -216,7 +218,7 @@ async def test_when_all_nodes_turn_it_away_a_client_is_told_so_at_once() -> None
     async with storeys(*nodes, timeout_s=600) as fleet:
         for stream in (True, False):
             body = {"model": "tiny", "prompt": "x", "stream": stream}
-            async with asyncio.timeout(3):
+            async with asyncio.timeout(15):
                 got = await fleet.client.post("/v1/completions", body)
             assert (got.status, got.json["error"]["code"]) == (503, "no_node")
             assert int(got.headers["Retry-After"]) >= 1
@@ -263,7 +265,7 @@ async def test_a_session_that_demands_exactness_is_not_gone_on_with_otherwise() 
             )
         )
         other = await _ready_to_go_on(fleet, a, b)
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(15):
             got = await asking
         assert got.text == b"".join(ANSWER.pieces[:5]).decode()
         assert b'"not_exact"' in got.raw
