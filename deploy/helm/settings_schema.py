@@ -27,6 +27,7 @@ DECIDED = frozenset(
         "store.bytes_max",
         "supervise.stop_timeout_s",
         "fleet.name",
+        "fleet.url",
         "fleet.group",
         "fleet.coordination",
         "fleet.secret_file",

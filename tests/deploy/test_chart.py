@@ -30,10 +30,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
         }
     },
     "coordination": {"fleet": {"coordination": "kubernetes"}},
+    "gateways that ask the API": {
+        "gateway": {"enabled": True},
+        "fleet": {"secretName": "fleet", "coordination": "kubernetes"},
+    },
     "gateways": {
         "replicas": 3,
         "gateway": {"enabled": True},
-        "fleet": {"secretName": "fleet", "coordination": "kubernetes"},
+        "fleet": {"secretName": "fleet"},
         "networkPolicy": {"enabled": True, "from": [{"podSelector": {}}]},
         "serviceMonitor": {"enabled": True},
     },
@@ -292,7 +296,7 @@ def test_the_sidecar_sees_the_gpus_and_takes_none(chart: Charts) -> None:
     assert "runtimeClassName" not in none.pod
 
 
-def test_only_the_sidecar_gets_credentials_and_only_for_leases(chart: Charts) -> None:
+def test_no_engine_gets_credentials_and_others_only_for_leases(chart: Charts) -> None:
     without = chart.render()
     assert without.of("Role") == without.of("RoleBinding") == []
     assert without.pod["automountServiceAccountToken"] is False
@@ -303,8 +307,13 @@ def test_only_the_sidecar_gets_credentials_and_only_for_leases(chart: Charts) ->
     [subject] = rendered.one("RoleBinding")["subjects"]
     assert (subject["name"], subject["namespace"]) == (rendered.pod["serviceAccountName"], "some-namespace")
     assert rendered.pod["automountServiceAccountToken"] is False
-    with_token = [c["name"] for c in rendered.containers if "token" in {m["name"] for m in c["volumeMounts"]}]
-    assert with_token == ["midstream"]
+    assert with_token(rendered) == ["midstream"]
+    assert with_token(chart.render(OPTIONS["gateways that ask the API"])) == ["midstream", "gateway"]
+
+
+def with_token(rendered: Rendered) -> list[str]:
+    """The containers that can prove themselves to the API."""
+    return [c["name"] for c in containers_of(rendered) if "token" in {m["name"] for m in c["volumeMounts"]}]
 
 
 def test_other_settings_make_other_pods(chart: Charts) -> None:

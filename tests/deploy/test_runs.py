@@ -28,6 +28,8 @@ from midstream.session.held import HolderClient, create_host_pool
 from midstream.session.layout import Plane, PoolLayout, PoolMeta
 from support.charts import Charts, Rendered
 
+# A sidecar that shares its processors with engines takes its time to start.
+pytestmark = pytest.mark.timeout(300)
 PLACES = ("/run/midstream", "/etc/midstream")
 
 
@@ -46,6 +48,9 @@ class Pod:
         settings = self._here(rendered.settings_file).replace("0.0.0.0", "127.0.0.1")
         (root / "etc" / "midstream" / "midstream.yaml").write_text(settings)
         self.environ = {k: v for k, v in os.environ.items() if not k.startswith("MIDSTREAM_")}
+        told = {entry["name"]: entry.get("value", "127.0.0.1") for entry in rendered.container("midstream")["env"]}
+        if "MIDSTREAM_FLEET_URL" in told:
+            self.environ["MIDSTREAM_FLEET_URL"] = told["MIDSTREAM_FLEET_URL"].replace("$(POD_IP)", told["POD_IP"])
         self.environ["PATH"] = f"{Path(sys.executable).parent}:{self.environ['PATH']}"
 
     def start(self, name: str) -> "subprocess.Popen[bytes]":
@@ -114,7 +119,7 @@ def runs(process: psutil.Process) -> bool:
     return False
 
 
-def until(condition: Callable[[], bool], within_s: float = 30) -> None:
+def until(condition: Callable[[], bool], within_s: float = 90) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from midstream.session.arena import Geometry
 from midstream.sidecar.config import Settings, leaves, require_workers
 from midstream.sidecar.config_load import load
+from midstream.sidecar.fleet_access import node_url
 from midstream.sidecar.gateway.urls import node_urls
 from support.charts import CHART, DEPLOY, Charts, Rendered, RenderError, merged
 
@@ -55,7 +56,7 @@ def test_the_gateways_file_names_the_pods_as_they_are_called(chart: Charts, tmp_
     values = {
         "replicas": 2,
         "gateway": {"enabled": True},
-        "fleet": {"secretName": "fleet", "coordination": "kubernetes"},
+        "fleet": {"secretName": "fleet"},
         "sidecar": {"port": 9000},
         "config": {"gateway": {"poll_s": 0.5}, "proxy": {"reattach_s": 60}},
     }
@@ -70,10 +71,8 @@ def test_the_gateways_file_names_the_pods_as_they_are_called(chart: Charts, tmp_
     assert (loaded.gateway.poll_s, loaded.proxy.reattach_s, loaded.listen.port) == (0.5, 60, 9000)
     # Both are of one fleet, and read the same secret.
     node = settings_of(rendered, tmp_path).fleet
-    assert (node.coordination, node.group, node.secret_file) == ("kubernetes", name, loaded.fleet.secret_file)
-    assert loaded.fleet.group == node.group
-    # With another word it would look for its nodes there.
-    assert loaded.fleet.coordination == "none"
+    assert node == loaded.fleet
+    assert (node.coordination, node.group) == ("none", name)
     for pod in rendered.pods:
         containers = [*pod["containers"], *pod.get("initContainers", [])]
         mounts = {m["name"]: m["mountPath"] for container in containers for m in container["volumeMounts"]}
@@ -81,6 +80,34 @@ def test_the_gateways_file_names_the_pods_as_they_are_called(chart: Charts, tmp_
         [item] = volume["secret"]["items"]
         assert loaded.fleet.secret_file == f"{mounts['fleet-secret']}/{item['path']}"
         assert volume["secret"]["defaultMode"] == 0o440
+
+
+def test_where_a_service_tells_of_nodes_gateways_ask_it(chart: Charts, tmp_path: Path) -> None:
+    values = {"gateway": {"enabled": True}, "fleet": {"secretName": "fleet", "coordination": "kubernetes"}}
+    rendered = chart.render(values)
+    file = tmp_path / "gateway.yaml"
+    file.write_text(rendered.gateway_settings_file)
+    loaded = load(environ={}, file=file).settings
+    assert (loaded.fleet.coordination, loaded.gateway.nodes) == ("kubernetes", "")
+    assert settings_of(rendered, tmp_path).fleet == loaded.fleet
+    # Then pods need no names that stay.
+    assert rendered.workload["kind"] == "Deployment"
+
+
+@pytest.mark.parametrize(
+    ("host", "pod_ip", "expected"),
+    [("0.0.0.0", "10.1.2.3", "http://10.1.2.3:8800"), ("::", "fd00::3", "http://[fd00::3]:8800")],
+)
+def test_a_node_says_where_it_is_reached(chart: Charts, tmp_path: Path, host: str, pod_ip: str, expected: str) -> None:
+    rendered = chart.render({"fleet": {"secretName": "fleet"}, "sidecar": {"listenHost": host}})
+    variables = {e["name"]: e.get("value", pod_ip) for e in rendered.container("midstream")["env"]}
+    environ = {name: value.replace("$(POD_IP)", variables["POD_IP"]) for name, value in variables.items()}
+    file = tmp_path / "midstream.yaml"
+    file.write_text(rendered.settings_file)
+    loaded = load(environ=environ, file=file).settings
+    assert node_url(loaded.fleet, loaded.listen.host, "unused") == expected
+    alone = chart.render().container("midstream")["env"]
+    assert "MIDSTREAM_FLEET_URL" not in {entry["name"] for entry in alone}
 
 
 def test_settings_of_midstream_come_through_whatever_their_size(chart: Charts, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@
 {{- toYaml (dict "fleet" $fleet) -}}
 {{- end -}}
 
-{{/* The gateways' file: the same settings, and the nodes by the names that their pods have. */}}
+{{/* The gateways' file: the same settings, and the nodes by the names of their pods where no service tells of them. */}}
 {{- define "midstream.gatewayConfig" -}}
 {{- $full := include "midstream.fullname" . -}}
 {{- $nodes := list -}}
@@ -42,11 +42,11 @@
 {{- end -}}
 {{- $ours := dict
       "listen" (dict "host" .Values.sidecar.listenHost "port" (int64 .Values.sidecar.port))
-      "gateway" (dict "nodes" (join "," $nodes))
       "supervise" (dict "stop_timeout_s" (int64 .Values.drain.deadlineSeconds)) -}}
 {{- $ours = mustMergeOverwrite $ours (include "midstream.fleetConfig" . | fromYaml) -}}
-{{- /* Else a gateway would ask the coordination service for nodes, and these tell it no address of theirs. */ -}}
-{{- $ours = mustMergeOverwrite $ours (dict "fleet" (dict "coordination" "none")) -}}
+{{- if eq .Values.fleet.coordination "none" -}}
+{{- $ours = set $ours "gateway" (dict "nodes" (join "," $nodes)) -}}
+{{- end -}}
 {{- $usual := dict "log" (dict "format" "json") -}}
 {{- toYaml (mustMergeOverwrite $usual (deepCopy .Values.config) $ours) -}}
 {{- end -}}

@@ -46,9 +46,10 @@ app.kubernetes.io/component: node
 app.kubernetes.io/component: gateway
 {{- end -}}
 
-{{/* A store of its own for each pod, or gateways that know pods by their names, need names that stay. */}}
+{{/* A store of its own for each pod, or gateways that know pods by nothing but their names, need names that stay. */}}
 {{- define "midstream.namesStay" -}}
-{{- if or .Values.gateway.enabled (and .Values.store.enabled .Values.store.persistent) -}}true{{- end -}}
+{{- $byName := and .Values.gateway.enabled (eq .Values.fleet.coordination "none") -}}
+{{- if or $byName (and .Values.store.enabled .Values.store.persistent) -}}true{{- end -}}
 {{- end -}}
 
 {{- define "midstream.labels" -}}

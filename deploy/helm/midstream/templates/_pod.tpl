@@ -149,7 +149,7 @@ securityContext:
 {{- end }}
 {{- end -}}
 
-{{/* With which a sidecar proves itself to the API, as the API's clients look for it. */}}
+{{/* With which sidecars and gateways prove themselves to the API, as its clients look for it. */}}
 {{- define "midstream.tokenVolume" -}}
 {{- if eq .Values.fleet.coordination "kubernetes" }}
 - name: token

@@ -65,6 +65,14 @@ capabilities:
     - name: NVIDIA_DRIVER_CAPABILITIES
       value: compute,utility
     {{- end }}
+    {{- if or .Values.fleet.secretName (ne .Values.fleet.coordination "none") }}
+    - name: POD_IP
+      valueFrom:
+        fieldRef: {fieldPath: status.podIP}
+    # Where gateways and other nodes reach this one.
+    - name: MIDSTREAM_FLEET_URL
+      value: http://{{ contains ":" .Values.sidecar.listenHost | ternary "[$(POD_IP)]" "$(POD_IP)" }}:{{ int64 .Values.sidecar.port }}
+    {{- end }}
     {{- with .Values.sidecar.env }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
