@@ -228,6 +228,7 @@ class SchedulerSide:
 
     def sampling_begins(self, batch: Any, sampling_info: Any) -> None:
         """A batch has new counters of penalties: count the outputs of sessions that come into it with some."""
+        penalties.put_in_order(sampling_info.penalizer_orchestrator)
         prebuilt = batch.forward_mode.is_prebuilt()
         for row, request in enumerate(batch.reqs):
             if len(request.output_ids) and request.rid in self._tracked:

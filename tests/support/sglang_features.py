@@ -69,10 +69,12 @@ FEATURES: tuple[Feature, ...] = (
     _chat("logit_bias", logit_bias={"338": -5, "260": 3}),
     _chat("min_tokens", "Say hi.", min_tokens=30),
     _chat("ignore_eos", "Say hi.", ignore_eos=True),
-    _chat("stop", stop=[" was"], min_tokens=24),
-    _chat("stop, no_stop_trim", stop=[" was"], no_stop_trim=True, min_tokens=24),
-    _chat("stop_token_ids", stop_token_ids=[253, 260, 284, 288], min_tokens=24),
-    _chat("stop_regex", stop_regex="[aeiou]n", min_tokens=24),
+    # The shallow model says to that: isir independent succession occurrence occurrence asû alistic alirir al
+    # Superintendentogenousific antific antific ... Nothing keeps it from a stop string before `min_tokens`.
+    _chat("stop", stop=["ntificanti"], min_tokens=24),
+    _chat("stop, no_stop_trim", stop=["ntificanti"], no_stop_trim=True, min_tokens=24),
+    _chat("stop_token_ids", stop_token_ids=[5251, 17950], min_tokens=24),
+    _chat("stop_regex", stop_regex="[aeiou]nt[aeiou]fic[aeiou]nt", min_tokens=24),
     _chat("JSON schema", "Describe a person as JSON.", max_tokens=80, response_format=_schema(PERSON)),
     _chat("JSON object", "Describe a person as JSON.", response_format={"type": "json_object"}),
     _chat("regex", "Numbers.", regex="([0-9]{3}-){12}"),

@@ -85,7 +85,7 @@ PENALTIES = """
 import random
 import types
 import torch
-from midstream.adapters.sglang.penalties import all_known, catch_up
+from midstream.adapters.sglang.penalties import KNOWN, all_known, catch_up, put_in_order
 from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
@@ -128,6 +128,21 @@ class Plain:
 
 plain = Plain()
 catch_up(orchestrator(plain), 0, [1, 2])
+
+# Whichever order a process has its classes in, the numbers are the same to the last bit.
+seen, orders = set(), set()
+for _ in range(20):
+    classes = chance.sample(sorted(KINDS, key=lambda kind: kind.__name__), len(KINDS))
+    mixed = penaltylib.BatchedPenalizerOrchestrator(50, batch, classes)
+    orders.add(tuple(mixed.penalizers))
+    put_in_order(mixed)
+    assert [kind.__name__ for kind in mixed.penalizers] == list(KNOWN)
+    for step in zip(*outputs):
+        mixed.cumulate_output_tokens(torch.tensor(step))
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    mixed.apply(logits)
+    seen.add(logits.numpy().tobytes())
+assert len(orders) > 1 and len(seen) == 1
 """
 
 HOOKS = """
