@@ -38,7 +38,14 @@ def kept_fleet(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest_asyncio.fixture
 async def fleet(kept_fleet: Fleet, http: aiohttp.ClientSession) -> AsyncIterator[Fleet]:
     """All of it, well."""
-    await kept_fleet.whole_again(http)
+    await kept_fleet.whole_again(http, 3)
+    yield kept_fleet
+
+
+@pytest_asyncio.fixture
+async def two_nodes(kept_fleet: Fleet, http: aiohttp.ClientSession) -> AsyncIterator[Fleet]:
+    """At least two nodes of it."""
+    await kept_fleet.whole_again(http, 2)
     yield kept_fleet
 
 
@@ -131,43 +138,6 @@ async def test_a_gateway_with_another_secret_says_why_it_has_no_nodes(
         fleet.lose_gateway()
 
 
-async def test_a_node_that_is_stopped_ends_what_it_has_and_loses_nothing(
-    fleet: Fleet, http: aiohttp.ClientSession
-) -> None:
-    class Ending(Losing):
-        async def harm(self, node: str) -> None:
-            fleet.end(node)
-
-    end = Ending(fleet, http, 20)
-    streaming = asyncio.create_task(fleet.stream(http, GREEDY, end))
-    await until(end.is_done, http)
-    short = {**GREEDY, "max_tokens": 8}
-    others = await asyncio.gather(*(fleet.stream(http, short) for _ in range(6)))
-    require_whole(*others)
-    assert {outcome_of(answer) for answer in others} == {("undisturbed", 0)}
-    answer = await streaming
-    require_whole(answer)
-    assert outcome_of(answer) == ("undisturbed", 0)
-    [ended] = [s for s in await fleet.sessions(http) if s["session"] == answer.session]
-    assert ended["node"] == end.nodes[0]
-    await fleet.until_state(http, end.nodes[0], "draining", "lost", limit_s=5)
-    fleet.lose(end.nodes[0])
-
-
-async def test_a_stream_that_demands_exactness_ends_where_no_node_can_go_on_so(
-    fleet: Fleet, http: aiohttp.ClientSession
-) -> None:
-    lose = Losing(fleet, http, 20)
-    answer = await fleet.stream(http, GREEDY, lose, X_Midstream_Policy="exact")
-    assert answer.error is not None
-    assert answer.error["code"] == "not_exact"
-    assert len(answer.token_ids) >= 20
-    assert len(answer.token_ids) < GREEDY["max_tokens"]
-    wanted = await fleet.stream(http, GREEDY)
-    # Nothing that another node would have computed was sent.
-    assert answer.token_ids == wanted.token_ids[: len(answer.token_ids)]
-
-
 async def test_nodes_that_are_killed_in_a_row_cost_a_stream_two_pauses_and_no_answer(
     fleet: Fleet, http: aiohttp.ClientSession
 ) -> None:
@@ -205,3 +175,43 @@ async def test_nodes_that_are_killed_in_a_row_cost_a_stream_two_pauses_and_no_an
     assert not {s["node"] for s in told} & set(lose.nodes)
     async with http.get(f"{fleet.url}/readyz") as ready:
         assert ready.status == 200
+
+
+async def test_a_node_that_is_stopped_ends_what_it_has_and_loses_nothing(
+    two_nodes: Fleet, http: aiohttp.ClientSession
+) -> None:
+    fleet = two_nodes
+
+    class Ending(Losing):
+        async def harm(self, node: str) -> None:
+            fleet.end(node)
+
+    end = Ending(fleet, http, 20)
+    streaming = asyncio.create_task(fleet.stream(http, GREEDY, end))
+    await until(end.is_done, http)
+    short = {**GREEDY, "max_tokens": 8}
+    others = await asyncio.gather(*(fleet.stream(http, short) for _ in range(6)))
+    require_whole(*others)
+    assert {outcome_of(answer) for answer in others} == {("undisturbed", 0)}
+    answer = await streaming
+    require_whole(answer)
+    assert outcome_of(answer) == ("undisturbed", 0)
+    [ended] = [s for s in await fleet.sessions(http) if s["session"] == answer.session]
+    assert ended["node"] == end.nodes[0]
+    await fleet.until_state(http, end.nodes[0], "draining", "lost", limit_s=5)
+    fleet.lose(end.nodes[0])
+
+
+async def test_a_stream_that_demands_exactness_ends_where_no_node_can_go_on_so(
+    two_nodes: Fleet, http: aiohttp.ClientSession
+) -> None:
+    fleet = two_nodes
+    lose = Losing(fleet, http, 20)
+    answer = await fleet.stream(http, GREEDY, lose, X_Midstream_Policy="exact")
+    assert answer.error is not None
+    assert answer.error["code"] == "not_exact"
+    assert len(answer.token_ids) >= 20
+    assert len(answer.token_ids) < GREEDY["max_tokens"]
+    wanted = await fleet.stream(http, GREEDY)
+    # Nothing that another node would have computed was sent.
+    assert answer.token_ids == wanted.token_ids[: len(answer.token_ids)]

@@ -53,7 +53,7 @@ class Fleet:
         await asyncio.gather(*(asyncio.to_thread(node.start) for node in self.nodes.values()))
         await self.start_gateway()
 
-    async def start_gateway(self, *, secret: Path | None = None) -> None:
+    async def start_gateway(self, *, secret: Path | None = None, without: Sequence[str] = ()) -> None:
         """Start the gateway, and wait until it has all nodes; one with another `secret` has none of them."""
         self.url, self.log = "", self.folder / f"gateway-{secrets.token_hex(4)}.log"
         named = [word for name, node in self.nodes.items() for word in ("--node", f"{name}={node.url}")]
@@ -67,18 +67,18 @@ class Fleet:
         deadline_s = time.monotonic() + START_S
         async with aiohttp.ClientSession() as http:
             wanted = {"ready"} if secret is None else {"lost"}
-            while set(await self.readiness(http)) != wanted:
+            while {state for name, state in (await self.readiness(http)).items() if name not in without} != wanted:
                 assert time.monotonic() < deadline_s, self.log.read_text()
                 await asyncio.sleep(0.05)
 
-    async def readiness(self, http: aiohttp.ClientSession) -> list[str]:
+    async def readiness(self, http: aiohttp.ClientSession) -> dict[str, str]:
         """What the gateway holds of each node; nothing while it is not up."""
         if not self.url:
             lines = [line for line in self.log.read_text().splitlines() if "event=listening url=" in line]
             if not lines:
-                return []
+                return {}
             self.url = lines[0].split("event=listening url=")[1].split()[0]
-        return [node["readiness"] for node in (await self.status(http))["nodes"]]
+        return {node["name"]: node["readiness"] for node in (await self.status(http))["nodes"]}
 
     async def status(self, http: aiohttp.ClientSession) -> dict[str, Any]:
         """`/midstream/v1/status` of the gateway."""
@@ -124,18 +124,17 @@ class Fleet:
 
         return await until(reached, http, limit_s)
 
-    async def whole_again(self, http: aiohttp.ClientSession) -> None:
-        """Start what was lost, and wait until the gateway has it all."""
-        lost = [
-            node
-            for node in self.nodes.values()
-            if node.process.process is None or node.process.process.poll() is not None
-        ]
-        await asyncio.gather(*(asyncio.to_thread(node.start) for node in lost))
+    async def whole_again(self, http: aiohttp.ClientSession, nodes_min: int) -> None:
+        """Start what was lost where fewer nodes than that are left, and wait until the gateway has all that run."""
+        lost = [name for name, node in self.nodes.items() if not _runs(node)]
+        if len(self.nodes) - len(lost) < nodes_min:
+            await asyncio.gather(*(asyncio.to_thread(self.nodes[name].start) for name in lost))
+            lost = []
         if self._gateway is None or self._gateway.poll() is not None:
-            await self.start_gateway()
+            await self.start_gateway(without=lost)
         for name in self.nodes:
-            await self.until_state(http, name, "ready")
+            if name not in lost:
+                await self.until_state(http, name, "ready")
 
     def lose(self, name: str) -> None:
         """SIGKILL to all of a node at once: its sidecar and everything that it has started."""
@@ -176,9 +175,13 @@ class Fleet:
             self._gateway.wait(10)
         # In good order it would take each engine's time to end.
         for name, node in self.nodes.items():
-            if node.process.process is not None and node.process.process.poll() is None:
+            if _runs(node):
                 self.lose(name)
             node.stop()
+
+
+def _runs(node: Sidecar) -> bool:
+    return node.process.process is not None and node.process.process.poll() is None
 
 
 @contextmanager
