@@ -42,6 +42,8 @@ T = TypeVar("T")
 SNAPSHOTS_PER_SESSION = 2
 # What is taken stock of when a store is opened; a service with more is asked by name alone.
 STOCK_MAX = 200_000
+# How often a session is looked at whose snapshots are being replaced meanwhile.
+LOOKS_MAX = 6
 # In whose folder the chunks of manifests lie that were read lately.
 PLACES_MAX = 262_144
 DRAFTS_MAX = 256
@@ -98,13 +100,25 @@ class ObjectStore:
 
     def latest(self, session: SessionId) -> Manifest | None:
         """See Store.latest."""
-        for placed in self._read(session):
-            missing = self._missing(placed)
-            if not missing:
-                self._remember(placed)
-                return placed.manifest
-            with self._mutex:
-                self.incomplete += 1
+        before: list[tuple[int, int, float]] | None = None
+        for look in range(LOOKS_MAX):
+            seen: list[tuple[int, int, float]] = []
+            vanished: set[str] = set()
+            for placed in self._read(session, vanished):
+                seen.append(placed.order)
+                is_older = any(at is not None and at[0] > placed.manifest.generation for at in map(slot_of, vanished))
+                if is_older and look + 1 < LOOKS_MAX:
+                    # A newer owner's were replaced at this very moment.
+                    break
+                if not self._missing(placed):
+                    self._remember(placed)
+                    return placed.manifest
+            # A writer may have replaced one after the other while they were read: only what stays so is so.
+            if not vanished and (not seen or seen == before):
+                break
+            before = seen
+        with self._mutex:
+            self.incomplete += len(before or ())
         return None
 
     def named(self, session: SessionId, snapshot: str) -> Manifest | None:
@@ -343,11 +357,15 @@ class ObjectStore:
             # Near the end of what was asked for there may be newer ones.
             first = newest + 1
 
-    def _slots_in(self, session: SessionId, names: Iterable[str]) -> Iterator[tuple[tuple[int, int], Placed]]:
+    def _slots_in(
+        self, session: SessionId, names: Iterable[str], vanished: set[str] | None = None
+    ) -> Iterator[tuple[tuple[int, int], Placed]]:
         for name in names:
             at = slot_of(name)
             stored = self._objects.get(name, ENVELOPE_BYTES_MAX) if at is not None else None
             if at is None or stored is None:
+                if vanished is not None:
+                    vanished.add(name)
                 continue
             try:
                 placed = decode(session, stored)
@@ -359,7 +377,7 @@ class ObjectStore:
                 continue
             yield at, placed
 
-    def _read(self, session: SessionId) -> Iterator[Placed]:
+    def _read(self, session: SessionId, vanished: set[str] | None = None) -> Iterator[Placed]:
         """The snapshots that can be read, the latest first; generations that cannot matter are not read."""
         by_generation: dict[int, list[str]] = {}
         for name in self._manifests(session):
@@ -367,7 +385,7 @@ class ObjectStore:
             if at is not None:
                 by_generation.setdefault(at[0], []).append(name)
         for generation in sorted(by_generation, reverse=True):
-            found = [placed for _, placed in self._slots_in(session, by_generation[generation])]
+            found = [placed for _, placed in self._slots_in(session, by_generation[generation], vanished)]
             yield from sorted(found, key=lambda placed: placed.order, reverse=True)
 
     def _missing(self, placed: Placed) -> Sequence[str]:

@@ -324,3 +324,43 @@ def test_no_flipped_byte_of_a_manifest_leads_to_wrong_bytes(objects: MemoryObjec
         found = opened(objects).latest(SESSION)
         # Only the name of the writer is not proven, and it leads to no chunk.
         assert found is None or found == manifest
+
+
+@pytest.mark.parametrize("times", [1, 2, 4])
+def test_a_reader_that_is_slower_than_the_writer_looks_again(objects: MemoryObjects, times: int) -> None:
+    """In a service where an object is removed before another takes its name, both slots may be empty when read."""
+    write(opened(objects), range(2), generation=1)
+    manifest = write(opened(objects, "node-c"), range(3), generation=2)
+    reader = opened(objects, "node-b")
+    listed = reader._manifests
+    away: dict[str, bytes] = {}
+    left = [times]
+
+    def overtaken(session: SessionId):  # type: ignore[no-untyped-def]
+        for name, stored in away.items():
+            objects.replace(name, stored)
+        names = listed(session)
+        away.clear()
+        if left[0]:
+            left[0] -= 1
+            # Those of the newer owner; the older one's stay.
+            away.update({name: objects.get(name, 1 << 20) or b"" for name in names if "/0000000002." in name})
+            objects.remove(list(away))
+        return names
+
+    reader._manifests = overtaken  # type: ignore[method-assign]
+    assert reader.latest(SESSION) == manifest
+    assert left == [0]
+
+
+def test_a_reader_does_not_look_for_ever(objects: MemoryObjects) -> None:
+    manifest = write(opened(objects), range(3))
+    reader = opened(objects, "node-b")
+    looks = []
+    listed = reader._manifests
+    reader._manifests = lambda session: looks.append(session) or listed(session)  # type: ignore[method-assign, func-returns-value]
+    objects.remove([f"{PREFIX}chunks/node-a/{manifest.chunks[0]}"])
+    assert reader.latest(SESSION) is None
+    assert len(looks) == 2
+    assert reader.latest(OTHER) is None
+    assert len(looks) == 3
