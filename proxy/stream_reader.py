@@ -19,8 +19,8 @@ from .stream_kept import KeptStream, Phase
 
 # One write from the log.
 _PIECE_BYTES = 64 << 10
-# The session writes by itself only what cannot have to wait, for it has no clock of its own: a transport asks for a
-# pause at 64 KiB, and takes that back at 16 KiB.
+# The session writes by itself only what cannot have to wait, for it has no clock of its own, and what cannot have to
+# wait needs none: a transport asks for a pause at 64 KiB, and takes that back at 16 KiB.
 _BUFFERED_BYTES_MAX = 16 << 10
 _WRITE_BYTES_MAX = 16 << 10
 # How often in that time a client that takes nothing is looked at.
@@ -62,7 +62,9 @@ class StreamReader:
             if piece:
                 self.position = position
                 stream.look_again()
-                if not await self._is_taken(response.write(piece)):
+                if self._has_room_for(len(piece)):
+                    await response.write(piece)
+                elif not await self._is_taken(response.write(piece)):
                     return self._broken_off(Over.STALLED)
             elif stream.phase is Phase.WHOLE:
                 taken = await self._is_taken(response.write_eof())
@@ -75,13 +77,7 @@ class StreamReader:
 
     def takes_now(self, size_bytes: int) -> bool:
         """Whether it has had everything, and a write of so many bytes would not wait."""
-        transport = self._request.transport
-        return (
-            self._idle
-            and size_bytes <= _WRITE_BYTES_MAX
-            and transport is not None
-            and transport.get_write_buffer_size() <= _BUFFERED_BYTES_MAX
-        )
+        return self._idle and self._has_room_for(size_bytes)
 
     async def write(self, data: bytes) -> None:
         """Send what the session says, after `takes_now`."""
@@ -102,6 +98,15 @@ class StreamReader:
         self._replaced = True
         self.wake()
         self._broken_off(Over.REPLACED)
+
+    def _has_room_for(self, size_bytes: int) -> bool:
+        """Whether a write of so many bytes would not wait."""
+        transport = self._request.transport
+        return (
+            size_bytes <= _WRITE_BYTES_MAX
+            and transport is not None
+            and transport.get_write_buffer_size() <= _BUFFERED_BYTES_MAX
+        )
 
     def _broken_off(self, over: Over) -> Over:
         if self._request.transport is not None:
