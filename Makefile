@@ -52,14 +52,15 @@ lint: $(READY)
 	$(BIN)/mypy
 
 test-fast: lint
-	$(BIN)/pytest -q -o asyncio_debug=true -m 'not engine and not vllm and not gpu' $(TIMES) $(TESTS)
+	$(BIN)/pytest -q -o asyncio_debug=true -m 'not engine and not service and not gpu' $(TIMES) $(TESTS)
 
 test: lint
-	@echo 'engines: the first time this takes some minutes and about 6 GB'
+	@echo 'engines: the first time this takes some minutes and about 8 GB'
 	@export MIDSTREAM_TEST_TRANSFORMERS_PYTHON="$$($(ENSURE) transformers)"
 	export MIDSTREAM_TEST_TINY_MODEL="$$($(ENSURE) tiny-model)"
 	export MIDSTREAM_TEST_MODEL="$$($(ENSURE) model)"
 	export MIDSTREAM_TEST_VLLM_PYTHON="$$($(ENSURE) vllm)"
+	export MIDSTREAM_TEST_SGLANG_PYTHON="$$($(ENSURE) sglang)"
 	# Where they cannot be had their tests are skipped, and say so.
 	export MIDSTREAM_TEST_ETCD="$$($(ENSURE) etcd)"
 	export MIDSTREAM_TEST_MOONCAKE_PYTHON="$$($(ENSURE) mooncake)"
@@ -68,8 +69,8 @@ test: lint
 	suite() { $(BIN)/pytest -v -ra $(TIMES) "$$@" $(TESTS) || { code=$$?; [ $$code = 5 ] || return $$code; }; }
 	# Two cores: what needs no engine is told first; then vLLM's tests in one process and those of all other engines beside
 	# it, for a start of an engine keeps one core busy.
-	suite -m 'not engine and not gpu' $(TWO)
-	suite -m 'engine and not gpu' $(TWO)
+	suite -m 'not engine and not service and not gpu' $(TWO)
+	suite -m '(engine or service) and not gpu' $(TWO)
 
 bench: $(READY)
 	$(BIN)/python -m midstream.loadtest.proxy_bench $(BENCH)

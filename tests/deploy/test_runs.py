@@ -29,7 +29,7 @@ from midstream.session.layout import Plane, PoolLayout, PoolMeta
 from support.charts import Charts, Rendered
 
 # A sidecar that shares its processors with engines takes its time to start.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.service, pytest.mark.timeout(300)]
 PLACES = ("/run/midstream", "/etc/midstream")
 
 

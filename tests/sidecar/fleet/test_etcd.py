@@ -43,7 +43,10 @@ from support.etcd_server import VARIABLE, EtcdServer, binary, free_port
 
 Opened = Callable[..., LeasedCoordination]
 
-pytestmark = pytest.mark.skipif(binary() is None, reason=f"{VARIABLE} is not set")
+pytestmark = [
+    pytest.mark.service,
+    pytest.mark.skipif(binary() is None, reason=f"{VARIABLE} is not set"),
+]
 
 
 def connection(

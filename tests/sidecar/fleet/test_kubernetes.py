@@ -36,6 +36,8 @@ from midstream.sidecar.fleet.leased import LeasedCoordination
 from midstream.sidecar.fleet.record import Readiness
 from support.lease_api_server import LeaseApiServer
 
+pytestmark = pytest.mark.service
+
 Opened = Callable[..., LeasedCoordination]
 
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
+import pytest
 import pytest_asyncio
 from contracts.coordination_suite import LEASE_S, NODE, eventually, until
 
@@ -15,6 +16,8 @@ from midstream.sidecar.fleet.leased import LeasedCoordination
 from midstream.sidecar.fleet.presence import Presence
 from midstream.sidecar.fleet.record import MemberId, Readiness
 from support.lease_api_server import LeaseApiServer
+
+pytestmark = pytest.mark.service
 
 
 @pytest_asyncio.fixture

@@ -21,6 +21,7 @@ import pytest_asyncio
 from support.etcd_server import EtcdServer, binary
 
 pytestmark = [
+    pytest.mark.service,
     pytest.mark.skipif(binary() is None, reason="MIDSTREAM_TEST_ETCD names no etcd"),
     pytest.mark.timeout(90),
 ]
