@@ -195,6 +195,8 @@ def fleets(folder: Path, command: Sequence[str]) -> Iterator[Callable[..., Fleet
         made.append(Fleet(place, command, **options))
         return made[-1]
 
-    yield make
-    for fleet in made:
-        fleet.stop()
+    try:
+        yield make
+    finally:
+        for fleet in made:
+            fleet.stop()
