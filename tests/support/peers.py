@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -103,6 +104,7 @@ class ReplicaProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def start_replicas(*flags: str, peer: bool = False, port: int = 0, writer: str = "node") -> ReplicaProcess:
