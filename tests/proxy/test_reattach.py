@@ -604,15 +604,16 @@ async def test_a_reader_that_takes_nothing_is_none_after_a_while_and_its_stream_
 async def test_a_slow_reader_that_takes_something_now_and_then_keeps_its_stream() -> None:
     flood = Flood(3000, 5000)
     flood.go_on.set()
-    settings = replace(SETTINGS, reattach_s=0.4, reattach_stream_bytes_max=100_000)
+    # Longer than a busy machine keeps a reader from reading, and shorter than all of it takes.
+    settings = replace(SETTINGS, reattach_s=1.0, reattach_stream_bytes_max=100_000)
     async with site(flood, settings=settings) as here, here.post() as client:
         await client.head()
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         while not client.ended:
-            await client.read(len(client.body) + 1_500_000)
+            await client.read(len(client.body) + 700_000)
             await asyncio.sleep(0.1)
-        assert loop.time() - began_s > 0.8
+        assert loop.time() - began_s > 1.5
         assert here.coordinator.of("ended") == [("ended", "finished")]
     assert text_in(client.body) == "".join(flood.texts)
 
