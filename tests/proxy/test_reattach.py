@@ -486,7 +486,8 @@ async def test_a_proxy_that_ends_gives_up_what_nobody_reads_and_leaves_nothing_r
 
 
 async def test_what_nobody_reads_is_bounded_and_the_engine_waits_until_somebody_does() -> None:
-    flood = Flood(2500, 5000)
+    # More than all sockets on the way can hold.
+    flood = Flood(10_000, 5000)
     settings = replace(SETTINGS, reattach_s=30.0, reattach_stream_bytes_max=400_000)
     async with site(flood, settings=settings) as here:
         async with here.post() as client:
@@ -506,7 +507,8 @@ async def test_what_nobody_reads_is_bounded_and_the_engine_waits_until_somebody_
 
 
 async def test_a_stream_whose_room_is_full_is_still_given_up_in_time() -> None:
-    flood = Flood(2500, 5000)
+    # More than all sockets on the way can hold.
+    flood = Flood(10_000, 5000)
     flood.go_on.set()
     settings = replace(SETTINGS, reattach_s=1.0, reattach_stream_bytes_max=50_000)
     async with site(flood, settings=settings) as here:
@@ -587,7 +589,8 @@ async def test_two_readers_that_race_leave_one_and_it_gets_everything() -> None:
 
 
 async def test_a_reader_that_takes_nothing_is_none_after_a_while_and_its_stream_ends() -> None:
-    flood = Flood(2500, 5000)
+    # More than all sockets on the way can hold.
+    flood = Flood(10_000, 5000)
     flood.go_on.set()
     settings = replace(SETTINGS, reattach_s=0.6, reattach_stream_bytes_max=100_000)
     async with site(flood, settings=settings) as here, here.post(narrow=True) as client:
