@@ -23,7 +23,7 @@ GPU_HOME ?= /tmp/midstream-gpu
 GPU_PATH = mkdir -p $(GPU_HOME)/place; eval "$$($(GPU_PYTHON) loadtest/gpu/place.py $(GPU_HOME)/place)"; \
 	if [ -d $(GPU_HOME)/site ]; then export PYTHONPATH="$$PYTHONPATH:$(GPU_HOME)/site"; fi
 
-.PHONY: help demo test test-sglang test-fast lint bench soak test-sglang test-gpu bench-gpu clean
+.PHONY: help demo test test-sglang test-fast lint bench soak test-gpu bench-gpu clean
 
 help:
 	@echo 'make demo [ENGINE=vllm]  a streamed answer survives the kill of its worker (or ENGINE=sglang)'
