@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -26,6 +27,7 @@ from aiohttp import web
 
 from midstream.session.held import HolderClient, create_host_pool
 from midstream.session.layout import Plane, PoolLayout, PoolMeta
+from midstream.session.ports import free_port
 from support.charts import Charts, Rendered
 
 # A sidecar that shares its processors with engines takes its time to start.
@@ -126,14 +128,15 @@ def until(condition: Callable[[], bool], within_s: float = 90) -> None:
         time.sleep(0.05)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder whose name is short: those of sockets in it may have 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="pod-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture
-def pod(chart: Charts, tmp_path: Path) -> Iterator[Pod]:
+def pod(chart: Charts, place: Path) -> Iterator[Pod]:
     port, engine_port = free_port(), free_port()
     values: dict[str, Any] = {
         "sidecar": {"port": port},
@@ -141,7 +144,7 @@ def pod(chart: Charts, tmp_path: Path) -> Iterator[Pod]:
         "drain": {"delaySeconds": 0, "deadlineSeconds": 20},
         "config": {"arena": {"slot_count": 4, "page_count": 16}},
     }
-    running = Pod(chart.render(values), tmp_path, port, engine_port)
+    running = Pod(chart.render(values), place, port, engine_port)
     try:
         yield running
     finally:
@@ -227,7 +230,7 @@ def test_at_the_end_of_a_pod_the_sidecar_goes_first_and_the_engines_wait_for_it(
     assert sidecar.wait(30) == 0
 
 
-async def test_a_gateway_finds_the_pod_and_is_believed(chart: Charts, tmp_path: Path) -> None:
+async def test_a_gateway_finds_the_pod_and_is_believed(chart: Charts, place: Path) -> None:
     port, gateway_port = free_port(), free_port()
     values = {
         "sidecar": {"port": port},
@@ -237,21 +240,21 @@ async def test_a_gateway_finds_the_pod_and_is_believed(chart: Charts, tmp_path: 
         "config": {"arena": {"slot_count": 4, "page_count": 16}, "gateway": {"poll_s": 0.1}},
     }
     rendered = chart.render(values)
-    pod = Pod(rendered, tmp_path, port, values["engine"]["port"])
+    pod = Pod(rendered, place, port, values["engine"]["port"])
     try:
-        secret = tmp_path / "etc" / "midstream-fleet" / "secret"
+        secret = place / "etc" / "midstream-fleet" / "secret"
         secret.parent.mkdir()
         secret.write_text("0123456789abcdef" * 4)
         secret.chmod(0o440)
         await asyncio.to_thread(pod.start, "holder")
         await asyncio.to_thread(pod.start, "midstream")
-        file = tmp_path / "gateway.yaml"
+        file = place / "gateway.yaml"
         # A name of the cluster's, for which there is none here; both would listen on one port.
         node = f"{rendered.workload['metadata']['name']}-0.{rendered.workload['spec']['serviceName']}"
         text = rendered.gateway_settings_file.replace(node, "127.0.0.1").replace(
             f"port: {port}", f"port: {gateway_port}"
         )
-        file.write_text(text.replace("/etc/midstream", f"{tmp_path}/etc/midstream").replace("0.0.0.0", "127.0.0.1"))
+        file.write_text(text.replace("/etc/midstream", f"{place}/etc/midstream").replace("0.0.0.0", "127.0.0.1"))
         command = gateway_command(rendered)
         await asyncio.to_thread(pod.spawn, [*command[:-1], str(file)])
 
