@@ -17,7 +17,6 @@ import contextlib
 import gc
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import Coroutine
@@ -29,6 +28,7 @@ from ...session.disk_store import DiskStore
 from ...session.errors import ConfigError, StoreError
 from ...session.held import HolderClient
 from ..private_socket import private_socket
+from ..told_to_end import told_to_end
 from .counters import Counters
 from .device import Devices
 from .memory_saver import MemorySaver, SavePolicy
@@ -224,27 +224,6 @@ async def _noted(fault: _Fault, sources: Sources, suspects: Suspects) -> None:
 
 async def _told_to_end(parent_pid: int | None, tier: MemoryTier | None) -> None:
     """Return on SIGTERM, SIGINT, or the end of the parent: then nobody goes on with anything that is kept in memory."""
-    await _ending(parent_pid)
+    await told_to_end(parent_pid)
     if tier is not None:
         await asyncio.to_thread(tier.forget)
-
-
-async def _ending(parent_pid: int | None) -> None:
-    loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
-    if parent_pid is None:
-        await ended.wait()
-        return
-    try:
-        fd = os.pidfd_open(parent_pid)
-    except OSError:
-        return
-    try:
-        loop.add_reader(fd, ended.set)
-        await ended.wait()
-    finally:
-        loop.remove_reader(fd)
-        with contextlib.suppress(OSError):
-            os.close(fd)

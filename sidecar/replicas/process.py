@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import re
-import signal
 import socket
 import sys
 import threading
@@ -25,6 +24,7 @@ from ...session.errors import ConfigError, StoreError
 from ...session.ids import SessionId
 from ...session.manifest import Manifest
 from ..private_socket import private_socket
+from ..told_to_end import told_to_end
 from .budget import Budget
 from .chain import Chain, Member
 from .contract import WRITER_NAME
@@ -139,7 +139,7 @@ class _Replicas:
             await self._listen(stack)
             for thread in threads:
                 thread.start()
-            await _ending(self._options.parent_pid)
+            await told_to_end(self._options.parent_pid)
             for courier in self._couriers:
                 courier.stop()
             for thread in threads:
@@ -232,23 +232,3 @@ def _address(text: str) -> tuple[str, int]:
     if found is None or int(found[2]) > 65_535:
         raise argparse.ArgumentTypeError(f"{text!r}: expected HOST:PORT")
     return found[1], int(found[2])
-
-
-async def _ending(parent_pid: int | None) -> None:
-    loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
-    if parent_pid is None:
-        await ended.wait()
-        return
-    try:
-        descriptor = os.pidfd_open(parent_pid)
-    except OSError:
-        return
-    try:
-        loop.add_reader(descriptor, ended.set)
-        await ended.wait()
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
