@@ -3,12 +3,13 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+
+from midstream.session.ports import free_port
 
 VARIABLE = "MIDSTREAM_TEST_ETCD"
 _START_S = 30.0
@@ -88,10 +89,3 @@ class EtcdServer:
     def _signal(self, number: int) -> None:
         assert self.process is not None
         self.process.send_signal(number)
-
-
-def free_port() -> int:
-    """A port of this machine that is free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

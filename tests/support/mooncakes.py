@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from midstream.session.ports import free_port
 from midstream.sidecar.replicas.mooncake_objects import Mooncake
 
 VARIABLE = "MIDSTREAM_TEST_MOONCAKE_PYTHON"
@@ -31,11 +31,6 @@ def python() -> Path | None:
     """The interpreter that has Mooncake; None where none was named."""
     named = os.environ.get(VARIABLE)
     return Path(named) if named else None
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 @dataclass(slots=True)

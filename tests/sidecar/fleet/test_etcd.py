@@ -31,6 +31,7 @@ from contracts.coordination_suite import (
 
 from midstream.session.errors import ConfigError, CoordinationError
 from midstream.session.ids import Generation
+from midstream.session.ports import free_port
 from midstream.sidecar.fleet.clock import boot_clock_s
 from midstream.sidecar.fleet.coordination import Coordination, Verdict
 from midstream.sidecar.fleet.etcd import EtcdService
@@ -39,7 +40,7 @@ from midstream.sidecar.fleet.fence import MARGIN, WhenAlone
 from midstream.sidecar.fleet.leased import LeasedCoordination
 from midstream.sidecar.fleet.record import Readiness
 from support.certificates import make_certificates
-from support.etcd_server import VARIABLE, EtcdServer, binary, free_port
+from support.etcd_server import VARIABLE, EtcdServer, binary
 
 Opened = Callable[..., LeasedCoordination]
 
