@@ -19,13 +19,14 @@ pytest.register_assert_rewrite("support")
 
 from support import forking  # noqa: E402
 from support.parsing import nothing_is_collected  # noqa: E402
+from support.sglang_rig import PYTHON_VARIABLE as SGLANG_PYTHON  # noqa: E402
 from support.sglang_rig import SglangRig  # noqa: E402
 from support.vllm_rig import PYTHON_VARIABLE as VLLM_PYTHON  # noqa: E402
 from support.vllm_rig import Rig, whole_model  # noqa: E402
 
 # Engines whose pair is shared: what tests of one are, is one part.
 VLLM, SGLANG = PAIRS = ("vllm", "sglang")
-_ENGINES = ("MIDSTREAM_TEST_TRANSFORMERS_PYTHON", VLLM_PYTHON)
+_ENGINES = ("MIDSTREAM_TEST_TRANSFORMERS_PYTHON", SGLANG_PYTHON, VLLM_PYTHON)
 
 
 # What failed, for the last lines of the output: all that is kept of it in some places.
