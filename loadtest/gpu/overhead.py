@@ -1,12 +1,13 @@
 """What midstream costs while nothing happens: the same engine with and without it, run by run in turn.
 
 Owns the order of the runs. Two engines of one command share the card, one alone and one beside a sidecar, and take
-turns under the same load, so that whatever drifts drifts for both. Tier 0 first, then with snapshots on disk.
+turns under the same load, so that whatever drifts drifts for both. Tier 0 first, then with copies in the host's memory,
+then with snapshots on disk.
 """
 
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,23 +27,27 @@ PART = "overhead"
 KV_BYTES = 28 << 30
 ITL = "vllm:inter_token_latency_seconds"
 RUN_S = 60.0
-# As much as can be asked for: the tail of each session with every new token, and room for all of a run.
-EVERY_STEP: dict[str, object] = {
-    "store.snapshot_every_s": 0.05, "store.tail_every_tokens": 1, "store.bytes_max": 24 << 30,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to run the load, and the most that it may cost in percent."""
+    """One way to run the load, the most that it may cost in percent, and what the sidecar is told for it."""
 
     name: str
-    bar_percent: float | None
+    bar_percent: float | None = None
+    settings: Mapping[str, object] | None = None
+    stores: bool = False
 
 
-ALONE = Variant("alone", None)
+ALONE = Variant("alone")
 HELD = Variant("held", 0.5)
-DISK = Variant("disk", 2.0)
+# As much as can be asked for: the tail of each session with every new token, and room for all of a run.
+MEMORY = Variant("memory", 2.0, {"tier1.bytes": 32 << 30, "tier1.tail": 1, "tier1.bandwidth": 50_000_000_000})
+DISK = Variant(
+    "disk",
+    settings={"store.snapshot_every_s": 0.05, "store.tail_every_tokens": 1, "store.bytes_max": 24 << 30},
+    stores=True,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,7 @@ async def measure(
             for engine in (alone, beside):
                 results.add(PART, f"start of {engine.name}", await engine.wait_ready(http, timeout_s=10), "s")
                 await engine.warm_up(http)
-            for variant in (HELD, DISK):
+            for variant in (HELD, MEMORY, DISK):
                 await _variant(variant, engines, alone, beside, load, results, clock, rounds, http)
 
 
@@ -86,8 +91,8 @@ async def _variant(
     http: aiohttp.ClientSession,
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="midstream-store-") as store:
-        if variant is DISK:
-            await engines.front(["a"], settings=EVERY_STEP, store=Path(store))
+        if variant.settings is not None:
+            await engines.front(["a"], settings=variant.settings, store=Path(store) if variant.stores else None)
             await engines.ready(["a"], timeout_s=60)
         assert engines.sidecar is not None
         routes = {
@@ -108,7 +113,7 @@ async def _variant(
         _tell(variant, runs[ALONE.name], runs[variant.name], results)
         status = await engines.sidecar.ask(http, "/midstream/v1/status")
         print(f"{variant.name}: mover {status.get('mover')}", flush=True)
-        if variant is DISK:
+        if variant.stores:
             # Before its folder goes.
             await engines.end_sidecar()
 

@@ -67,7 +67,7 @@ def shallow(model: Path, folder: Path) -> Path:
         head = source.read(end - first)
         width = (end - first) // embeddings["shape"][0]
         rows = [head[row : row + width] for row in range(0, len(head), width)]
-        for token in _broken_tokens(model):
+        for token in broken_tokens(model):
             # Between two others: whatever the model has to say, one of them is likelier.
             rows[token] = _mean(rows[5000 + token % 1000], rows[7000 + token % 1000])
         sink.write(b"".join(rows))
@@ -83,7 +83,7 @@ def _mean(one: bytes, other: bytes) -> bytearray:
     return found
 
 
-def _broken_tokens(model: Path) -> list[int]:
+def broken_tokens(model: Path) -> list[int]:
     """The ids of byte-level tokens that are no characters by themselves."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
