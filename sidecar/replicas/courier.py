@@ -1,10 +1,9 @@
 """Brings this node's snapshots to one store elsewhere, for as long as the node runs.
 
-Owns the order of sending, what it does when the store does not answer, and what it counts. Invariant: at most
-SENDERS blocks are in memory, of LANES sessions at once; bytes go out only as the budget lets them; a block that is
-there is not sent again; a manifest goes last. A store that is down costs lag, and nothing else: it is asked again after
-pauses that grow. A session that cannot be sent for a reason of its own is left aside for a while, and the others go on.
-What a store has lost since is noticed within RECHECK_S, and sent again.
+Owns whose turn it is, what it does when the store does not answer, and what it counts; how a session is sent is
+`sending`'s. Invariant: at most LANES sessions are sent at once. A store that is down costs lag, and nothing else: it is
+asked again after pauses that grow. A session that cannot be sent for a reason of its own is left aside for a while, and
+the others go on. What a store has lost since is noticed within RECHECK_S, and sent again.
 """
 
 import logging
@@ -12,30 +11,25 @@ import random
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Protocol
 
-from ...session.disk_store import Head
 from ...session.errors import StoreError
 from ...session.ids import SessionId
 from ...session.ledger import LIVE_KEEP_S
-from ...session.manifest import Manifest
 from ..fleet.backoff import Backoff
 from .backlog import SESSIONS_MAX, Backlog, Shape
 from .budget import Budget
-from .contract import Refusal, ReplicaDraft, ReplicaStore
+from .contract import Refusal, ReplicaStore
 from .peer_wire import reason_of
+from .sending import LocalGone, LocalStore, Sending
 from .urgency import most_urgent
 
-SENDERS = 4
 LANES = 4
 ROUND_S = 0.1
 RETRY_FIRST_S, RETRY_LARGEST_S = 0.5, 30.0
 PUT_OFF_S = 10.0
 RECHECK_S = 30.0
-# How often a snapshot may be replaced by a newer one while it is being sent, before another session has its turn.
-RENEWALS_MAX = 16
 # The store as such is well: it has no room, or it is this snapshot.
 _OF_ITS_ROOM = frozenset({Refusal.FULL, Refusal.BUSY})
 _OF_THE_SESSION = frozenset({Refusal.REQUEST, Refusal.TOO_LARGE, Refusal.MISSING, Refusal.CORRUPT})
@@ -45,26 +39,6 @@ _LOG = logging.getLogger("midstream.replicas")
 
 # Asked of a store to see whether it answers.
 NOBODY = SessionId("0" * 32)
-
-
-class LocalStore(Protocol):
-    """What is sent: this node's own store, which somebody else writes."""
-
-    def heads(self) -> Sequence[Head]:
-        """What each session's latest snapshot is, by its name."""
-        ...
-
-    def latest(self, session: SessionId) -> Manifest | None:
-        """See Store.latest."""
-        ...
-
-    def get_stored(self, name: str) -> bytes:
-        """A chunk's stored bytes."""
-        ...
-
-
-class LocalGone(Exception):
-    """A block is not here any more, or damaged: its snapshot was replaced meanwhile, or is no good."""
 
 
 class Courier:
@@ -86,7 +60,6 @@ class Courier:
         self.name = name
         self._open_store = open_store
         self._local = local
-        self._budget = budget
         self._clock = clock
         self._wall = wall
         self._backoff = Backoff(RETRY_FIRST_S, RETRY_LARGEST_S, draw)
@@ -95,11 +68,11 @@ class Courier:
         self._look_at_s = float("-inf")
         self._mutex = threading.Lock()
         self._shapes: OrderedDict[SessionId, Shape] = OrderedDict()
-        self._senders = ThreadPoolExecutor(SENDERS, thread_name_prefix=f"send-{name}")
         # A snapshot is several questions and answers: while one waits, others are sent.
         self._lane_threads = ThreadPoolExecutor(LANES, thread_name_prefix=f"lane-{name}")
         self._lanes: dict[SessionId, Future[None]] = {}
         self._stopping = threading.Event()
+        self._sending = Sending(name, local, budget, self._stopping, self._add)
         self._store: ReplicaStore | None = None
         self.is_up = False
         self.counts: Counter[str] = Counter()
@@ -126,7 +99,7 @@ class Courier:
                 _LOG.exception("event=courier_failed store=%s", self.name)
                 self._stopping.wait(self._backoff.wait_s())
         self._lane_threads.shutdown(wait=True, cancel_futures=True)
-        self._senders.shutdown(wait=True, cancel_futures=True)
+        self._sending.close()
         if self._store is not None:
             self._store.close()
 
@@ -198,7 +171,7 @@ class Courier:
     def _bring(self, store: ReplicaStore, session: SessionId) -> None:
         """Send one session's latest snapshot, in a thread of its own. Raises StoreError where the store is not well."""
         try:
-            sent = self._send(store, session)
+            sent = self._sending.send(store, session)
         except LocalGone as error:
             self._add("local_gone")
             _LOG.info("event=replica_not_sent store=%s session=%s why=%s", self.name, session, error)
@@ -270,59 +243,6 @@ class Courier:
             else:
                 self._backlog.found(session, found.generation, found.kv_len, self._clock())
         return True
-
-    def _send(self, store: ReplicaStore, session: SessionId) -> Manifest:
-        """Publish the session's latest snapshot there; where a newer one comes meanwhile, it is that one's turn."""
-        have: set[str] = set()
-        with store.begin() as draft:
-            for _ in range(RENEWALS_MAX):
-                manifest = self._local.latest(session)
-                if manifest is None:
-                    raise LocalGone("no snapshot of it is left here")
-                unknown = [name for name in dict.fromkeys(manifest.chunks) if name not in have]
-                there = draft.keep_all(unknown)
-                have |= there
-                self._add("chunks_there", len(there))
-                try:
-                    self._put_all(draft, [name for name in unknown if name not in there], have)
-                except LocalGone:
-                    continue
-                draft.publish(manifest)
-                return manifest
-        raise LocalGone(f"it was replaced {RENEWALS_MAX} times while it was being sent")
-
-    def _put_all(self, draft: ReplicaDraft, names: Sequence[str], have: set[str]) -> None:
-        """Send blocks, a few at a time; when this returns or raises, nobody sends any more."""
-        sending: dict[Future[int], str] = {}
-        rest = iter(names)
-        try:
-            while True:
-                for name in rest:
-                    sending[self._senders.submit(self._put, draft, name)] = name
-                    if len(sending) >= SENDERS:
-                        break
-                if not sending:
-                    return
-                done, _ = wait(sending, return_when=FIRST_COMPLETED)
-                for future in done:
-                    size = future.result()
-                    have.add(sending.pop(future))
-                    self._add("chunks_sent")
-                    self._add("bytes_sent", size)
-        finally:
-            for future in sending:
-                future.cancel()
-            wait(sending)
-
-    def _put(self, draft: ReplicaDraft, name: str) -> int:
-        try:
-            stored = self._local.get_stored(name)
-        except StoreError as error:
-            raise LocalGone(str(error)) from error
-        if not self._budget.take(len(stored), self._stopping):
-            raise LocalGone("this process ends")
-        draft.put_stored(name, stored)
-        return len(stored)
 
     def _put_off(self, session: SessionId, for_s: float) -> None:
         with self._mutex:

@@ -20,7 +20,8 @@ from typing import Any
 
 import aiohttp
 
-from ...session.errors import ConfigError
+from ...session.errors import ConfigError, Refused
+from ...session.ids import SessionId
 from ..config import Fleet, Replicas
 from ..fleet.backoff import Backoff
 from ..processes import dies_with_parent
@@ -118,6 +119,25 @@ class ReplicasKeeper:
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
             return None
         return {**found, "restarts": self.restarts} if isinstance(found, dict) else None
+
+    async def bring(self, session: SessionId, to: str, *, within_s: float) -> dict[str, Any]:
+        """Have the session's latest snapshot brought to a peer's memory; what is there then. Raises Refused."""
+        try:
+            async with (
+                asyncio.timeout(within_s),
+                aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(self.socket))) as http,
+                http.post(f"http://replicas{BASE}/bring/{session}", json={"to": to}) as answer,
+            ):
+                found = await answer.json()
+                status = answer.status
+        except TimeoutError:
+            raise Refused("slow", f"session {session}: not brought to {to} within {within_s:g} s") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise Refused("no_replicas", f"the replica process does not answer ({error}); see its log") from error
+        if status != 200 or not isinstance(found, dict):
+            told = found if isinstance(found, dict) else {}
+            raise Refused(f"replica_{told.get('reason', status)}", str(told.get("error", f"status {status}")))
+        return found
 
     def stop(self) -> None:
         """End it; it has nothing that would be lost, but what it keeps for others."""

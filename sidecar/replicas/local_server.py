@@ -1,12 +1,15 @@
 """What this node's own mover and sidecar are told of snapshots elsewhere, at a Unix socket.
 
 Owns two routes to read by, as a peer's (peer_wire.py), so that a mover needs no client of its own for each kind of
-store, and two for figures. The socket is 0600: only this user gets there, so nothing is signed.
+store, two for figures, and one by which the sidecar has a session brought to another node. The socket is 0600: only
+this user gets there, so nothing is signed.
 """
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 from aiohttp import web
@@ -14,6 +17,7 @@ from aiohttp import web
 from ...session import manifest
 from ...session.errors import StoreError
 from ...session.ids import SessionId
+from .bringer import Brought
 from .contract import CHUNK_NAME, SESSION_NAME, Refusal, ReplicaError, ReplicaReader
 from .peer_wire import BASE, STATUS, reason_of
 
@@ -30,10 +34,12 @@ class LocalServer:
         reader: ReplicaReader,
         status: Callable[[], dict[str, float]],
         lag: Callable[[], dict[str, Any]],
+        bring: Callable[[SessionId, str], Brought],
     ) -> None:
         self._reader = reader
         self._status = status
         self._lag = lag
+        self._bring = bring
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="restore")
         self._running = 0
 
@@ -42,15 +48,14 @@ class LocalServer:
         app = web.Application(middlewares=[_told])
         app.router.add_get(f"{BASE}/latest/{{session}}", self._latest)
         app.router.add_get(f"{BASE}/chunks/{{name}}", self._chunk)
+        app.router.add_post(f"{BASE}/bring/{{session}}", self._brought)
         app.router.add_get(f"{BASE}/status", self._tell_status)
         app.router.add_get(f"{BASE}/lag", self._tell_lag)
         return app
 
     async def _latest(self, request: web.Request) -> web.Response:
-        session = request.match_info["session"]
-        if not SESSION_NAME.fullmatch(session):
-            raise ReplicaError(Refusal.REQUEST, "the id of a session has 32 hex digits")
-        found = await self._read(lambda: self._reader.latest(SessionId(session)))
+        session = _session(request)
+        found = await self._read(lambda: self._reader.latest(session))
         if found is None:
             raise ReplicaError(Refusal.MISSING, "no store that answers has a snapshot of that session")
         return web.Response(body=manifest.encode(found))
@@ -60,6 +65,16 @@ class LocalServer:
         if not CHUNK_NAME.fullmatch(name):
             raise ReplicaError(Refusal.REQUEST, "the name of a chunk has 32 hex digits")
         return web.Response(body=await self._read(lambda: self._reader.get_stored(name)))
+
+    async def _brought(self, request: web.Request) -> web.Response:
+        session = _session(request)
+        try:
+            to = json.loads(await request.text())["to"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            to = None
+        if not isinstance(to, str):
+            raise ReplicaError(Refusal.REQUEST, 'expected {"to": "peer://HOST:PORT"}')
+        return web.json_response(asdict(await self._read(lambda: self._bring(session, to))))
 
     async def _tell_status(self, _: web.Request) -> web.Response:
         return web.json_response(self._status())
@@ -75,6 +90,13 @@ class LocalServer:
             return await asyncio.get_running_loop().run_in_executor(self._threads, call)
         finally:
             self._running -= 1
+
+
+def _session(request: web.Request) -> SessionId:
+    session = request.match_info["session"]
+    if not SESSION_NAME.fullmatch(session):
+        raise ReplicaError(Refusal.REQUEST, "the id of a session has 32 hex digits")
+    return SessionId(session)
 
 
 @web.middleware

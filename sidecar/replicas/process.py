@@ -25,6 +25,7 @@ from ...session.ids import SessionId
 from ...session.manifest import Manifest
 from ..private_socket import private_socket
 from ..told_to_end import told_to_end
+from .bringer import Bringer
 from .budget import Budget
 from .chain import Chain, Member
 from .contract import WRITER_NAME
@@ -103,8 +104,9 @@ def main(arguments: list[str] | None = None) -> int:
             )
             for remote in remotes
         ]
+        bringer = Bringer(lambda remote: open_remote(remote, means), own, budget)
         with private_socket(options.socket, socket.SOCK_STREAM, backlog=BACKLOG) as local:
-            asyncio.run(_Replicas(options, credentials, couriers).run(local))
+            asyncio.run(_Replicas(options, credentials, couriers, bringer).run(local))
     except ConfigError as error:
         print(f"replicas: {error}", file=sys.stderr)
         return 1
@@ -113,8 +115,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 class _Replicas:
     def __init__(
-        self, options: argparse.Namespace, credentials: Credentials | None, couriers: Sequence[Courier]
+        self,
+        options: argparse.Namespace,
+        credentials: Credentials | None,
+        couriers: Sequence[Courier],
+        bringer: Bringer,
     ) -> None:
+        self._bringer = bringer
         self._options = options
         self._credentials = credentials
         self._couriers = couriers
@@ -142,11 +149,12 @@ class _Replicas:
             await told_to_end(self._options.parent_pid)
             for courier in self._couriers:
                 courier.stop()
+            await asyncio.to_thread(self._bringer.close)
             for thread in threads:
                 await asyncio.to_thread(thread.join, JOIN_S)
 
     def _local_app(self) -> Any:
-        return LocalServer(self._chain, self._status, self._lag).app()
+        return LocalServer(self._chain, self._status, self._lag, self._bringer.bring).app()
 
     async def _listen(self, stack: contextlib.AsyncExitStack) -> None:
         if self._kept is None or self._options.listen is None:
@@ -173,7 +181,7 @@ class _Replicas:
             self._options.port_file.write_text(f"{bound[1]}\n")
 
     def _status(self) -> dict[str, float]:
-        told: dict[str, float] = {}
+        told = self._bringer.status()
         for courier in self._couriers:
             told |= {f"{courier.name}_{name}": value for name, value in courier.status().items()}
         told |= {f"restore_{name}": count for name, count in self._chain.counts.items()}
