@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.TemporaryDirectory(prefix="midstream-test-plugin-")
         config.add_cleanup(folder.cleanup)
         os.environ["PYTHONPATH"] = engine_environ(Path(folder.name), os.environ)["PYTHONPATH"]
-        if os.environ.get(VLLM_PYTHON):
+        if os.environ.get(VLLM_PYTHON) or os.environ.get(SGLANG_PYTHON):
             ours = tempfile.TemporaryDirectory(prefix="midstream-test-forking-")
             config.add_cleanup(ours.cleanup)
             forking.plant(Path(ours.name))

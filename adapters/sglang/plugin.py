@@ -6,6 +6,7 @@ SGLang is left out.
 """
 
 import multiprocessing
+import os
 
 from ...session.errors import LifelineError
 from ...session.lifeline import hold_lifeline, lifeline_of
@@ -14,20 +15,21 @@ from ..plugin_settings import claim, plugin_settings
 from .marking import draw_field
 from .obstacles import TESTED_VERSIONS
 
-_registered = False
+# The process that has its hooks: one that was forked from it begins anew.
+_registered = 0
 
 
 @guarded(default=None)
 def register() -> None:
     """Install the hooks of this process, once."""
     global _registered
-    if _registered:
+    if _registered == os.getpid():
         return
     claim()
     settings = plugin_settings()
     if settings is None:
         return
-    _registered = True
+    _registered = os.getpid()
     if settings.arena is not None:
         name = multiprocessing.current_process().name
         hold_lifeline(lifeline_of(settings.arena), name, on_failure=_without_lifeline)

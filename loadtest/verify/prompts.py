@@ -56,6 +56,8 @@ _JSON = {
     "json-object": {"type": "json_object"},
     "json-schema": {"type": "json_schema", "json_schema": {"name": "person", "schema": _PERSON}},
 }
+# What some engines refuse: a grammar where none is built in, min_p where draws are to depend on nothing else.
+_OPTIONAL = ("response_format", "min_p")
 _NOTES = " ".join(
     f"Day {day}: the ship made {day * 7 % 90 + 20} miles, the cook served dish number {day * 3 % 17}, and sailor "
     f"{'ABCDEFG'[day % 7]} kept the watch."
@@ -105,12 +107,13 @@ def built_in(max_tokens: int = MAX_TOKENS) -> tuple[Prompt, ...]:
 def _built(name: str, chat: bool, sampling: str, text: str, max_tokens: int) -> Prompt:
     said: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
     if sampling in _JSON:
-        body = {"temperature": 0, "response_format": _JSON[sampling], "max_tokens": max_tokens, **said}
-        return Prompt(name, CHAT, body, optional=("response_format",))
-    settings = dict(_SAMPLINGS[sampling])
+        settings = {"temperature": 0, "response_format": _JSON[sampling]}
+    else:
+        settings = dict(_SAMPLINGS[sampling])
     if "min_tokens" in settings:
         settings["min_tokens"] = min(settings["min_tokens"], max_tokens)
-    return Prompt(name, CHAT if chat else COMPLETIONS, {**settings, "max_tokens": max_tokens, **said})
+    optional = tuple(field for field in _OPTIONAL if field in settings)
+    return Prompt(name, CHAT if chat else COMPLETIONS, {**settings, "max_tokens": max_tokens, **said}, optional)
 
 
 def read_prompts(file: Path, max_tokens: int = MAX_TOKENS) -> tuple[Prompt, ...]:

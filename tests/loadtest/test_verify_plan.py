@@ -31,9 +31,11 @@ def test_answers_are_as_long_as_asked_for_and_the_least_length_never_longer() ->
 
 
 def test_fields_that_an_engine_refuses_can_be_left_out() -> None:
-    [prompt] = [p for p in built_in() if p.name == "json-schema"]
-    assert "response_format" not in prompt.without_optional().body
-    assert prompt.without_optional().optional == ()
+    for name, field in (("json-schema", "response_format"), ("fairy-tale", "min_p")):
+        [prompt] = [p for p in built_in() if p.name == name]
+        less = prompt.without_optional()
+        assert prompt.body.keys() - less.body.keys() == {field}
+        assert less.optional == ()
 
 
 def test_a_line_is_a_body_or_an_entry_of_a_batch() -> None:

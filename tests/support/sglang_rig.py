@@ -1,15 +1,14 @@
 """Real SGLang workers for tests, as the demo starts them."""
 
 import os
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from midstream.loadtest.harness import SidecarProcess
-from midstream.sidecar import plugin_path
 from midstream.sidecar.environments import SGLANG_ENVIRON, SGLANG_OPTIONS
+from support import forking
 from support.vllm_rig import Rig, whole_model
 
 PYTHON_VARIABLE = "MIDSTREAM_TEST_SGLANG_PYTHON"
@@ -43,15 +42,6 @@ class SglangRig(Rig):
         store: Path | None = None,
     ) -> None:
         command = sglang_command(*options, model=model)
+        environ = {**SGLANG_ENVIRON, forking.VARIABLE: "1"}
         self.workers = workers
-        self.sidecar = SidecarProcess(command, workers=workers, environ=SGLANG_ENVIRON, settings=settings, store=store)
-
-
-def run_inside(program: str, folder: Path) -> None:
-    """Run a program in SGLang's environment, without a server, and fail with what it says."""
-    environ = {**os.environ, **SGLANG_ENVIRON, "PYTHONPATH": str(plugin_path.ensure(folder))}
-    told = subprocess.run(
-        [sglang_python(), "-c", f"{program}\nprint('done')"],
-        env=environ, cwd=folder, capture_output=True, text=True, timeout=170,
-    )  # fmt: skip
-    assert told.stdout.splitlines()[-1:] == ["done"], told.stdout[-1000:] + told.stderr[-3000:]
+        self.sidecar = SidecarProcess(command, workers=workers, environ=environ, settings=settings, store=store)

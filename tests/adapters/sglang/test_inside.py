@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from support.sglang_rig import run_inside
+from support.sglang_inside import run_inside
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
 
