@@ -1,8 +1,8 @@
 """Takes one session from worker to worker.
 
-Owns the bound on unplanned takeovers, the clock of the gap, and the report to the coordinator. Invariant: the
-coordinator hears of each takeover's success at most once, and of the session's end exactly once. It reads and writes no
-streams.
+Owns the bounds on unplanned takeovers, the clock of the gap, and the report to the coordinator. Invariant: the
+coordinator hears of each takeover's success at most once, and of the session's end exactly once; a request whose
+workers die before they bring it on is given up long before one that gets on. It reads and writes no streams.
 """
 
 import time
@@ -10,21 +10,28 @@ from collections.abc import Sequence
 
 from ..session.errors import Refused
 from .coordinator import Coordinator, Outcome, Placement, Reason, SessionFacts
+from .problems import POISON
 from .report import UNDISTURBED, Report
 
 # Nothing of the session has begun there: that costs its client nothing, and how often it is is the coordinator's to
 # bound.
 _NOT_BEGUN = (Reason.TURNED_AWAY, Reason.NOT_EXACT)
+# A worker that cannot be reached has not seen the request; and a machine that is lost says nothing of it.
+_NOT_ITS_FAULT = (Reason.MOVE, Reason.UNREACHABLE, Reason.NODE_LOST)
 
 
 class Failover:
     """The session's dealings with the coordinator after it was admitted."""
 
-    def __init__(self, coordinator: Coordinator, facts: SessionFacts, takeovers_max: int) -> None:
+    def __init__(self, coordinator: Coordinator, facts: SessionFacts, takeovers_max: int, fruitless_max: int) -> None:
         self._coordinator = coordinator
         self._facts = facts
         self._takeovers_max = takeovers_max
         self._takeovers = 0
+        self._fruitless_max = fruitless_max
+        # Owners in a row that were lost before anything new came from them.
+        self._fruitless = 0
+        self._has_new = False
         self._since_s: float | None = None
         self._ended = False
         self._gaps_s: list[float] = []
@@ -60,9 +67,29 @@ class Failover:
                     "send it again, or look for the cause in the workers' logs",
                 )
             self._takeovers += 1
+        self._judge(last, reason, text, delivered, unseen=unseen)
         if reason is Reason.MISMATCH:
             self._coordinator.mismatched(self._facts, last, text)
         return await self._coordinator.take_over(self._facts, last, reason, delivered, unseen=unseen)
+
+    def _judge(self, last: Placement, reason: Reason, text: str, delivered: Sequence[int], *, unseen: bool) -> None:
+        """Whether the session has got on with its last owner; Refused where it is most likely what kills them."""
+        had = len(last.expected)
+        is_first = not self._gaps_s and self._takeovers <= 1
+        got_on = self._has_new or len(delivered) > had or (unseen and is_first)
+        self._has_new = False
+        # What a worker that replays wrongly has journaled is no part of the answer.
+        if got_on or (reason is not Reason.MISMATCH and self._coordinator.journaled(self._facts, last) > had):
+            self._fruitless = 0
+        elif reason not in _NOT_ITS_FAULT and (self._facts.stream or not last.is_node):
+            # Of an answer in one piece that a node writes nobody here sees how far it is.
+            self._fruitless += 1
+        if self._fruitless > self._fruitless_max:
+            raise Refused(
+                POISON,
+                f"{self._fruitless} workers in a row were lost before they brought the session on, at last: {text}; "
+                "the request may be what kills them: look for the cause in their logs before it is sent again",
+            )
 
     async def settled(self, placement: Placement) -> None:
         """Returns when what the new owner computes may be sent. Raises Refused."""
@@ -81,6 +108,7 @@ class Failover:
         if self._since_s is None:
             return
         gap_s, self._since_s = time.monotonic() - self._since_s, None
+        self._has_new = True
         self._gaps_s.append(gap_s)
         self._coordinator.resumed(self._facts, placement, gap_s)
 

@@ -48,12 +48,16 @@ class Problem:
 
 
 NOT_EXACT = "not_exact"
+POISON = "poison_request"
 
 
 def refused(error: Refused) -> Problem:
-    """No worker can take a request: 503, with the coordinator's own words."""
-    if error.reason == NOT_EXACT:
-        return Problem(422, NOT_EXACT, str(error))
+    """No worker can take a request: 503, with the coordinator's own words.
+
+    Not for what would be sent again by itself after that, as clients do, and cost as many workers once more.
+    """
+    if error.reason in (NOT_EXACT, POISON):
+        return Problem(422, error.reason, str(error))
     return Problem(503, error.reason, str(error), "service_unavailable", error.retry_after_s or 1)
 
 

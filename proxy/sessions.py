@@ -248,7 +248,9 @@ class Sessions:
             facts=facts,
             wishes=wishes,
             outgoing=Outgoing(facts.body, facts.seed, asks_ids=asks_ids, takes_seed=takes_seed),
-            failover=Failover(self._coordinator, facts, self._settings.takeovers_max),
+            failover=Failover(
+                self._coordinator, facts, self._settings.takeovers_max, self._settings.fruitless_takeovers_max
+            ),
             upstream=self._upstream,
             settings=self._settings,
             kept=Kept(),

@@ -28,6 +28,8 @@ class ProxySettings:
     keepalive_first_s: float = 0.5
     keepalive_s: float = 5.0
     takeovers_max: int = 8
+    # Of these, how many in a row that brought nothing new.
+    fruitless_takeovers_max: int = 2
     # For requests that do not name a policy of their own.
     policy: Policy = Policy.BEST_EFFORT
     # A dying engine answers 5xx shortly before its process is gone: how long to wait for that news.
@@ -65,5 +67,6 @@ class ProxySettings:
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"proxy setting {name}: expected a value above 0, got {getattr(self, name)}")
-        if self.takeovers_max < 0 or self.error_grace_s < 0 or self.reattach_s < 0:
-            raise ValueError("proxy settings takeovers_max, error_grace_s and reattach_s must not be negative")
+        for name in ("takeovers_max", "fruitless_takeovers_max", "error_grace_s", "reattach_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"proxy setting {name}: expected 0 or more, got {getattr(self, name)}")

@@ -100,6 +100,10 @@ class Proxy(_Part, frozen=True):
         Meta(description="How exact a session has to be, where a request's X-Midstream-Policy does not say."),
     ] = "best-effort"
     takeovers_max: Annotated[int, Meta(ge=0, le=1000, description="How often one session may be taken up again.")] = 8
+    fruitless_takeovers_max: Annotated[
+        int,
+        Meta(ge=0, le=1000, description="How often in a row without a new token; then the request is refused."),
+    ] = 2
     choices_max: Annotated[
         int,
         Meta(ge=1, le=10_000, description="Choices (n, times prompts) of one request that can each be a session."),

@@ -17,6 +17,7 @@ def proxy_settings(settings: Settings, adapter: EngineAdapter | None) -> ProxySe
         body_bytes_max=proxy.body_bytes_max,
         keepalive_s=proxy.keepalive_s,
         takeovers_max=proxy.takeovers_max,
+        fruitless_takeovers_max=proxy.fruitless_takeovers_max,
         choices_max=proxy.choices_max,
         policy=Policy(proxy.policy),
         stall=StallPolicy(floor_s=proxy.stall_floor_s, factor=proxy.stall_factor),
