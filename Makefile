@@ -23,12 +23,14 @@ GPU_HOME ?= /tmp/midstream-gpu
 GPU_PATH = mkdir -p $(GPU_HOME)/place; eval "$$($(GPU_PYTHON) loadtest/gpu/place.py $(GPU_HOME)/place)"; \
 	if [ -d $(GPU_HOME)/site ]; then export PYTHONPATH="$$PYTHONPATH:$(GPU_HOME)/site"; fi
 
-.PHONY: help demo test test-sglang test-fast lint bench soak test-gpu bench-gpu clean
+.PHONY: help demo test test-sglang test-tp test-fleet test-fast lint bench soak test-gpu bench-gpu clean
 
 help:
 	@echo 'make demo [ENGINE=vllm]  a streamed answer survives the kill of its worker (or ENGINE=sglang)'
 	@echo 'make test                lint, types, all tests; vLLM and the embedded engine for real'
 	@echo 'make test-sglang         a real SGLang'
+	@echo 'make test-tp             a real vLLM of two ranks: many interruptions in a row'
+	@echo 'make test-fleet          several hosts, as namespaces: lost, cut off, slow (root, Linux)'
 	@echo 'make test-fast           the same without engines, under a minute'
 	@echo 'make lint                lint and types alone'
 	@echo 'make bench               what the proxy costs'
@@ -53,7 +55,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 test-fast: lint
-	$(BIN)/pytest -q -o asyncio_debug=true -m 'not engine and not service and not gpu' $(TIMES) $(TESTS)
+	$(BIN)/pytest -q -o asyncio_debug=true -m 'not engine and not service and not gpu and not apart' $(TIMES) $(TESTS)
 
 test: lint
 	@echo 'engines: the first time this takes some minutes and about 6 GB'
@@ -69,8 +71,8 @@ test: lint
 	suite() { $(BIN)/pytest -v -ra $(TIMES) "$$@" $(TESTS) || { code=$$?; [ $$code = 5 ] || return $$code; }; }
 	# Two cores: what needs no engine is told first; then vLLM's tests in one process and those of all other engines beside
 	# it, for a start of an engine keeps one core busy.
-	suite -m 'not engine and not service and not gpu' $(TWO)
-	suite -m '(engine or service) and not gpu' $(TWO)
+	suite -m 'not engine and not service and not gpu and not apart' $(TWO)
+	suite -m '(engine or service) and not gpu and not apart' $(TWO)
 
 # By itself: on two cores its starts, of three processes each, take as long as all others' tests together.
 test-sglang: $(READY)
@@ -78,6 +80,18 @@ test-sglang: $(READY)
 	@export MIDSTREAM_TEST_MODEL="$$($(ENSURE) model)"
 	export MIDSTREAM_TEST_SGLANG_PYTHON="$$($(ENSURE) sglang)"
 	$(BIN)/pytest -v -ra $(TIMES) $(or $(TESTS),tests/adapters/sglang tests/cases -k sglang)
+
+test-tp: $(READY)
+	@export MIDSTREAM_TEST_MODEL="$$($(ENSURE) model)"
+	export MIDSTREAM_TEST_VLLM_PYTHON="$$($(ENSURE) vllm)"
+	$(BIN)/pytest -v -raP $(TIMES) $(or $(TESTS),tests/adapters/vllm/test_engine_tensor_parallel.py)
+
+test-fleet: $(READY)
+	@export MIDSTREAM_TEST_TRANSFORMERS_PYTHON="$$($(ENSURE) transformers)"
+	export MIDSTREAM_TEST_TINY_MODEL="$$($(ENSURE) tiny-model)"
+	export MIDSTREAM_TEST_ETCD="$$($(ENSURE) etcd)"
+	export MIDSTREAM_TEST_MOONCAKE_PYTHON="$$($(ENSURE) mooncake)"
+	$(BIN)/pytest -v -raP $(TIMES) $(or $(TESTS),tests/e2e/test_hosts.py tests/e2e/test_fleet_*.py)
 
 bench: $(READY)
 	$(BIN)/python -m midstream.loadtest.proxy_bench $(BENCH)
