@@ -107,17 +107,19 @@ class Case:
         return min(max(chosen, 1), output_count)
 
 
-def draw(seed: int, way: Way, *, streams: int, max_tokens: int) -> Iterator[Case]:
+def draw(
+    seed: int, way: Way, *, streams: int, max_tokens: int, victims: Sequence[Victim] = tuple(Victim)
+) -> Iterator[Case]:
     """Cases without end: kills of workers that write `streams` answers of `max_tokens` tokens each."""
     chance = Random(f"{seed}/{way}")
-    victims = _rounds(chance, list(Victim))
+    dying = _rounds(chance, victims)
     cuts = _rounds(chance, list(Cut))
     samplings = _rounds(chance, list(SAMPLINGS))
     paths = _rounds(chance, PATHS)
     while True:
         prompts = chance.sample(PROMPTS, min(streams, len(PROMPTS)))
         requests = tuple(Request(next(paths), prompt, next(samplings), max_tokens) for prompt in prompts)
-        yield Case(way, next(victims), next(cuts), requests, chance.randrange(1_000))
+        yield Case(way, next(dying), next(cuts), requests, chance.randrange(1_000))
 
 
 def _rounds(chance: Random, of: Sequence[_T]) -> Iterator[_T]:

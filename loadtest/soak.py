@@ -14,8 +14,9 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -25,8 +26,9 @@ from .aim import Shot, Target, kill_at, snapshot_exists, target
 from .cases import Case, Request, Way, draw
 from .client import Answer, read_stream
 from .exactness import lost_and_duplicated
-from .harness import SidecarProcess
+from .harness import SidecarProcess, Victim
 
+_W = TypeVar("_W", bound=StrEnum)
 BACK_S = 300.0
 ANSWER_S = 600.0
 # A kill for which the answer was already through is drawn again, so often for each that was asked for.
@@ -247,7 +249,14 @@ def summary(kills: Sequence[Kill]) -> dict[str, Any]:
 
 
 async def soak(
-    command: Sequence[str], environ: dict[str, str], *, engine: str, kills: int, seed: int, ways: Sequence[Way]
+    command: Sequence[str],
+    environ: dict[str, str],
+    *,
+    engine: str,
+    kills: int,
+    seed: int,
+    ways: Sequence[Way],
+    victims: Sequence[Victim] = tuple(Victim),
 ) -> list[Kill]:
     """All kills, way by way."""
     setup = SETUPS[engine]
@@ -265,6 +274,7 @@ async def soak(
                     way,
                     streams=setup.streams,
                     max_tokens=setup.max_tokens_disk if way is Way.DISK else setup.max_tokens,
+                    victims=victims,
                 )
                 try:
                     done += await Soak(way, setup, sidecar, http).run(cases, share, len(done) + 1)
@@ -300,6 +310,13 @@ def _engine_command(engine: str, model: str) -> tuple[list[str], dict[str, str]]
     return told["argv"], told["env"]
 
 
+def _words(parser: argparse.ArgumentParser, option: str, text: str, known: type[_W]) -> list[_W]:
+    try:
+        return [known(word) for word in text.split(",")]
+    except ValueError as error:
+        parser.error(f"{option}: {error}; known are {', '.join(known)}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if no token was lost, repeated or different; 1 if one was; 2 if it could not be tried."""
     parser = argparse.ArgumentParser(prog="midstream.loadtest.soak", description="Many kills in a row on real engines.")
@@ -307,20 +324,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=30, help="in all, shared between the ways")
     parser.add_argument("--seed", type=int, default=1, help="of the cases; printed, so that a run can be repeated")
     parser.add_argument("--ways", default="held,in-place,disk", help="from where sessions go on")
+    parser.add_argument("--victims", default="core,root,tree", help="what of a worker is killed, each in turn")
     parser.add_argument("--model", choices=["tiny", "real"], help="default: tiny for transformers, else real")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all cases and the summary there")
     args = parser.parse_args(arguments)
-    try:
-        ways = [Way(word) for word in args.ways.split(",")]
-    except ValueError as error:
-        parser.error(f"--ways: {error}; known are {', '.join(Way)}")
+    ways = _words(parser, "--ways", args.ways, Way)
+    victims = _words(parser, "--victims", args.victims, Victim)
     model = args.model or ("tiny" if args.engine == "transformers" else "real")
     try:
         command, environ = _engine_command(args.engine, "tiny-model" if model == "tiny" else "model")
         print(
             f"soak engine={args.engine} model={model} kills={args.kills} seed={args.seed} ways={args.ways}", flush=True
         )
-        kills = asyncio.run(soak(command, environ, engine=args.engine, kills=args.kills, seed=args.seed, ways=ways))
+        kills = asyncio.run(
+            soak(
+                command, environ, engine=args.engine, kills=args.kills, seed=args.seed, ways=ways, victims=victims
+            )
+        )  # fmt: skip
     except (MidstreamError, TimeoutError, aiohttp.ClientError) as error:
         print(f"midstream: the soak stopped: {error or type(error).__name__}", file=sys.stderr)
         return 2

@@ -27,6 +27,13 @@ def test_a_short_soak_goes_through_all_cuts_victims_and_samplings() -> None:
     assert all(len({request.prompt for request in case.requests}) == 3 for case in cases)
 
 
+def test_only_those_die_that_were_named() -> None:
+    victims = (Victim.CORE, Victim.TREE)
+    cases = list(islice(draw(1, Way.HELD, streams=1, max_tokens=96, victims=victims), 10))
+    for one, other in zip(cases[::2], cases[1::2], strict=True):
+        assert {one.victim, other.victim} == set(victims)
+
+
 @pytest.mark.parametrize("way", Way)
 def test_edges_are_those_of_blocks_in_positions(way: Way) -> None:
     for case in first(200, way=way):
