@@ -23,9 +23,10 @@ from . import headers, problems
 from .elsewhere import Elsewhere
 from .event_ids import TOKEN_BYTES, is_token, new_token, parse_id, parse_position, prefix_of
 from .passthrough import Passthrough
+from .permission import Permits
 from .problems import Problem
 from .settings import ProxySettings
-from .stream import Respond, plain_response
+from .stream import Respond
 from .stream_kept import KeptStream, Phase
 from .stream_reader import Over, StreamReader
 from .stream_room import Room
@@ -36,17 +37,21 @@ STREAMS_PATH = "/midstream/v1/streams/"
 # Set where a request is sent on to the node that has the stream, which never sends it on again.
 _SENT_ON = "X-Midstream-Sent-On"
 
-Session = Callable[[Respond], Coroutine[Any, Any, web.StreamResponse]]
+# What answers a request, to whom it is told to; None: to its client.
+Session = Callable[[Respond | None], Coroutine[Any, Any, web.StreamResponse]]
 
 
 class Reattach:
     """All streams that are kept."""
 
-    def __init__(self, settings: ProxySettings, elsewhere: Elsewhere, passthrough: Passthrough) -> None:
+    def __init__(
+        self, settings: ProxySettings, elsewhere: Elsewhere, passthrough: Passthrough, permits: Permits
+    ) -> None:
         self._keep_s = settings.reattach_s
         self._streams_max = settings.reattach_streams_max
         self._elsewhere = elsewhere
         self._passthrough = passthrough
+        self._permits = permits
         self._secret = secrets.token_bytes(16)
         self._streams: dict[bytes, KeptStream] = {}
         # Whole, had by a reader, and read by nobody now: the first to go, the oldest first.
@@ -61,7 +66,7 @@ class Reattach:
         stream = self._new(_digest(request, body))
         if stream is None:
             # Everything is in use: without ids the client knows that it cannot come back to this one.
-            return await session(plain_response)
+            return await session(None)
         stream.task = task = asyncio.create_task(session(stream.respond))
         self._tasks.add(task)
         # A task that is cancelled before its first step lets go of nothing by itself.
@@ -83,7 +88,7 @@ class Reattach:
         if len(self._streams) >= self._streams_max and not self._drop_spare():
             return None
         token = new_token(secrets.token_bytes(TOKEN_BYTES), self._elsewhere.own_prefix)
-        stream = KeptStream(token, self._key(token), digest, self._room)
+        stream = KeptStream(token, self._key(token), digest, self._room, self._permits.now())
         self._streams[stream.key] = stream
         self._room.share_among(len(self._streams))
         return stream
@@ -137,7 +142,10 @@ class Reattach:
     async def _find(self, request: web.Request, token: str, body: bytes | None) -> KeptStream | web.StreamResponse:
         """The stream of that name, or the answer to its client."""
         stream = self._streams.get(self._key(token)) if is_token(token) else None
-        if stream is not None and stream.phase is not Phase.AWAITED:
+        if stream is not None and stream.permission.is_over:
+            # It is another's by now, or nobody's.
+            self._drop(stream)
+        elif stream is not None and stream.phase is not Phase.AWAITED:
             return stream
         prefix = prefix_of(token) if is_token(token) else ""
         if prefix != self._elsewhere.own_prefix and _SENT_ON not in request.headers:
@@ -176,8 +184,9 @@ class Reattach:
         stream.delivered = stream.delivered or over is Over.WHOLE
         if not stream.detach(reader) or stream.phase is Phase.GONE:
             return
-        if nameless or over is Over.STALLED:
-            # Nobody has its name; or it has been without anybody who took something for all of the time.
+        if nameless or over in (Over.STALLED, Over.FORBIDDEN):
+            # Nobody has its name; or it has been without anybody who took something for all of the time; or it is not
+            # this process' any more.
             self._drop(stream)
             return
         stream.timer = asyncio.get_running_loop().call_later(self._keep_s, self._drop, stream)

@@ -21,6 +21,7 @@ from .eligible import NO_SESSION, why_not_resumable
 from .elsewhere import Elsewhere, Nowhere
 from .fleet import MORE_BYTES, Believer, Claimed, Prover, Strangers, Unproven, has_marker, marker_in
 from .passthrough import Passthrough
+from .permission import Always, Permits
 from .policy import Policy, policy_of
 from .prompt_part import is_asked_for, rest
 from .reattach import STREAMS_PATH, Reattach, last_event_id
@@ -39,10 +40,13 @@ def build_app(
     *,
     routes: Iterable[web.RouteDef] = (),
     elsewhere: Elsewhere | None = None,
+    permits: Permits | None = None,
     believer: Believer | None = None,
     prover: Prover | None = None,
 ) -> web.Application:
     """The application; `routes` come before the proxy's own, and `elsewhere` are the streams of a fleet's other nodes.
+
+    `permits`: each session asks before it sends anything.
 
     With a `believer` it takes sessions of the fleet's gateways in, and with a `prover` it is such a gateway itself.
     Run it with `make_runner`: it relies on handlers being cancelled when clients leave.
@@ -58,10 +62,12 @@ def build_app(
     # Bodies are bounded where they are read; the library's own bound would answer in its own words.
     app = web.Application(client_max_size=0)
     app.cleanup_ctx.append(opened)
-    sessions = Sessions(coordinator, upstream, settings)
+    sessions = Sessions(coordinator, upstream, settings, permits)
     bodies = Bodies(settings)
     passthrough = Passthrough(coordinator, upstream, settings, bodies)
-    reattach = Reattach(settings, elsewhere or Nowhere(), passthrough) if settings.reattach_s > 0 else None
+    reattach = None
+    if settings.reattach_s > 0:
+        reattach = Reattach(settings, elsewhere or Nowhere(), passthrough, permits or Always())
     requests = _Requests(
         sessions, passthrough, settings, bodies, reattach, believer=believer, is_gateway=prover is not None
     )

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -23,8 +24,10 @@ from .choices_run import ChoicesHandler
 from .coordinator import Coordinator, Placement, SessionFacts
 from .dialects.by_path import CHAT_PATH, events_of
 from .failover import Failover
+from .fenced import FencedResponse
 from .generation import OF_A_PROMPT, Generation
 from .kept import Kept
+from .permission import Permission, Permits
 from .policy import Policy
 from .prompt_ask import ask, graft_of, respond_with, with_all_ids, with_part
 from .prompt_part import PromptPart, question, rest
@@ -38,6 +41,7 @@ from .upstream import Upstream
 _OWNERS_OF_A_NODE = 1 << 12
 # So that those of the last one are still numbers of 32 bits.
 GENERATIONS_OF_A_GATEWAY = (1 << 20) - 1
+NO_LEASE = "no_lease"
 # A handler that is told to end does so at once, unless something is badly wrong.
 _ENDS_WITHIN_S = 5.0
 
@@ -63,7 +67,10 @@ def new_session_id() -> SessionId:
 class Sessions:
     """Starts sessions on a coordinator's workers."""
 
-    def __init__(self, coordinator: Coordinator, upstream: Upstream, settings: ProxySettings) -> None:
+    def __init__(
+        self, coordinator: Coordinator, upstream: Upstream, settings: ProxySettings, permits: Permits | None = None
+    ) -> None:
+        self._permits = permits
         self._coordinator = coordinator
         self._upstream = upstream
         self._settings = settings
@@ -79,26 +86,41 @@ class Sessions:
         obstacle: str,
         *,
         about_prompt: bool = False,
-        respond: Respond = plain_response,
+        respond: Respond | None = None,
     ) -> web.StreamResponse:
         """Answer one request; each of its parts is a session.
 
-        `about_prompt`: it asks for something of its prompts. `respond` makes the response of a stream.
+        `about_prompt`: it asks for something of its prompts. `respond` makes the response of a stream, where that is
+        not its client's own.
         """
+        try:
+            permission = self._permitted()
+            to_client = _responding(permission, self._settings)
+            answer = await self._run(request, parts, policy, obstacle, about_prompt, respond or to_client)
+            return await _when_permitted(answer, permission)
+        except Refused as error:
+            return problems.refused(error).response(request.headers, request.path)
+
+    async def _run(
+        self,
+        request: web.Request,
+        parts: Sequence[Part],
+        policy: Policy,
+        obstacle: str,
+        about_prompt: bool,
+        respond: Respond,
+    ) -> web.StreamResponse:
         parent = uuid.uuid4().hex if len(parts) > 1 else ""
         seed = self._random.getrandbits(31)
         told: Sequence[PromptPart | None] = [None] * (parts[-1].prompt + 1)
-        try:
-            if about_prompt:
-                answer = await self._ask_about_prompts(request, parts, parent)
-                if isinstance(answer, web.Response):
-                    return answer
-                told = answer
-                parts = [replace(part, body=rest(part.body)) for part in parts]
-            facts = [self._facts(request, part, policy, obstacle, parent, seed) for part in parts]
-            started = await self._admitted(request, facts)
-        except Refused as error:
-            return problems.refused(error).response(request.headers, request.path)
+        if about_prompt:
+            answer = await self._ask_about_prompts(request, parts, parent)
+            if isinstance(answer, web.Response):
+                return answer
+            told = answer
+            parts = [replace(part, body=rest(part.body)) for part in parts]
+        facts = [self._facts(request, part, policy, obstacle, parent, seed) for part in parts]
+        started = await self._admitted(request, facts)
         if parent:
             return await ChoicesHandler(parts, started, told, parent, respond).run()
         generation, placement = started[0]
@@ -172,6 +194,7 @@ class Sessions:
             generation_max=last,
         )
         try:
+            permission = self._permitted()
             async with self._as_the_only_one(marker):
                 generation = replace(self._generation(request, facts, request.raw_path), of_gateway=True)
                 if resume is None:
@@ -180,10 +203,24 @@ class Sessions:
                     # Who has text without ids has nothing that could be re-entered.
                     placement = await self._coordinator.take_in(facts, resume.outputs, unseen=not resume.outputs)
                     generation.failover.begins_with_takeover()
-                handler = StreamHandler(generation) if facts.stream else UnaryHandler(generation)
-                return await handler.run(placement)
+                if facts.stream:
+                    respond = _responding(permission, self._settings)
+                    answer = await StreamHandler(generation, respond).run(placement)
+                else:
+                    answer = await UnaryHandler(generation).run(placement)
+                return await _when_permitted(answer, permission)
         except Refused as error:
             return problems.refused(error).response(request.headers, request.path)
+
+    def _permitted(self) -> Permission | None:
+        """What a session that begins now goes by, if by anything. Raises Refused while nothing may be sent."""
+        if self._permits is None:
+            return None
+        permission = self._permits.now()
+        if not permission.may_send():
+            text = "this node cannot renew its lease, and sends nothing until it can; send the request elsewhere"
+            raise Refused(NO_LEASE, text, retry_after_s=1)
+        return permission
 
     @asynccontextmanager
     async def _as_the_only_one(self, marker: Marker) -> AsyncIterator[None]:
@@ -255,3 +292,21 @@ class Sessions:
             settings=self._settings,
             kept=Kept(),
         )
+
+
+def _responding(permission: Permission | None, settings: ProxySettings) -> Respond:
+    """Makes the response to a session's own client."""
+    if permission is None:
+        return plain_response
+    return partial(FencedResponse, permission, settings.keepalive_s)
+
+
+async def _when_permitted(answer: web.StreamResponse, permission: Permission | None) -> web.StreamResponse:
+    """An answer in one piece, once it may be sent; a stream has asked by itself. Raises Refused."""
+    if permission is None or not isinstance(answer, web.Response) or answer.status >= 400:
+        return answer
+    while not permission.may_send():
+        if not await permission.opened():
+            text = "this node has lost its lease, and with it the session; send the request again"
+            raise Refused(NO_LEASE, text, retry_after_s=1)
+    return answer

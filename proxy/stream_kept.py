@@ -16,6 +16,7 @@ from aiohttp.abc import AbstractStreamWriter
 from multidict import CIMultiDict
 
 from .event_ids import Numbering
+from .permission import Always, Permission
 from .stream_log import StreamLog
 from .stream_room import Room
 from .waiting import COMMENT
@@ -58,8 +59,9 @@ class Reads(Protocol):
 class KeptStream:
     """One stream. `digest` is of the request that it answers; `key` is for its place among others."""
 
-    def __init__(self, token: str, key: bytes, digest: bytes, room: Room) -> None:
+    def __init__(self, token: str, key: bytes, digest: bytes, room: Room, permission: Permission | None = None) -> None:
         self.token = token
+        self.permission = permission or Always()
         self.key = key
         self.digest = digest
         self.log = StreamLog()

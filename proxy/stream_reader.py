@@ -4,7 +4,7 @@ Owns the client's response from its first event on. Invariant: what a client get
 written by the session itself, with no task in between; a client that is behind, or slow, is served from the log, a
 piece at a time, and never holds the session up before the log is full. A client that takes nothing at all for as long
 as a stream may be without a reader is none: a peer that died without a word looks like that, as soon as the buffers on
-the way to it are full.
+the way to it are full. Nothing is sent without permission: a client waits for that, with comments meanwhile.
 """
 
 import asyncio
@@ -15,7 +15,9 @@ from typing import Any
 
 from aiohttp import web
 
+from .permission import wait_for
 from .stream_kept import KeptStream, Phase
+from .waiting import COMMENT
 
 # One write from the log.
 _PIECE_BYTES = 64 << 10
@@ -25,6 +27,8 @@ _BUFFERED_BYTES_MAX = 16 << 10
 _WRITE_BYTES_MAX = 16 << 10
 # How often in that time a client that takes nothing is looked at.
 _LOOKS = 4
+# How often a client that has to wait for permission is told so.
+_COMMENT_EVERY_S = 5.0
 
 
 class Over(StrEnum):
@@ -34,6 +38,8 @@ class Over(StrEnum):
     REPLACED = "replaced"
     GONE = "gone"
     STALLED = "stalled"
+    # The stream is another's by now.
+    FORBIDDEN = "forbidden"
 
 
 class StreamReader:
@@ -44,6 +50,7 @@ class StreamReader:
         self._stream = stream
         self._request = request
         self._stall_s = stall_s
+        self._permission = stream.permission
         self._response: web.StreamResponse | None = None
         self._idle = False
         self._replaced = False
@@ -58,6 +65,10 @@ class StreamReader:
                 return Over.REPLACED
             if stream.phase is Phase.GONE:
                 return self._broken_off(Over.GONE)
+            if not self._permission.may_send():
+                if not await wait_for(self._permission, self._comment, _COMMENT_EVERY_S):
+                    return self._broken_off(Over.FORBIDDEN)
+                continue
             piece, position = stream.log.after(self.position, _PIECE_BYTES)
             if piece:
                 self.position = position
@@ -77,7 +88,7 @@ class StreamReader:
 
     def takes_now(self, size_bytes: int) -> bool:
         """Whether it has had everything, and a write of so many bytes would not wait."""
-        return self._idle and self._has_room_for(size_bytes)
+        return self._idle and self._permission.may_send() and self._has_room_for(size_bytes)
 
     async def write(self, data: bytes) -> None:
         """Send what the session says, after `takes_now`."""
@@ -107,6 +118,11 @@ class StreamReader:
             and transport is not None
             and transport.get_write_buffer_size() <= _BUFFERED_BYTES_MAX
         )
+
+    async def _comment(self) -> None:
+        assert self._response is not None
+        if not self._replaced:
+            await self._response.write(COMMENT)
 
     def _broken_off(self, over: Over) -> Over:
         if self._request.transport is not None:

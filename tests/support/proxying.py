@@ -13,6 +13,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from midstream.proxy.elsewhere import Elsewhere
+from midstream.proxy.permission import Permits
 from midstream.proxy.server import build_app, make_runner
 from midstream.proxy.settings import ProxySettings
 
@@ -103,13 +104,17 @@ def _encoded(body: object) -> bytes:
 
 @asynccontextmanager
 async def proxied(
-    coordinator: ScriptedCoordinator, settings: ProxySettings | None = None, elsewhere: Elsewhere | None = None
+    coordinator: ScriptedCoordinator,
+    settings: ProxySettings | None = None,
+    elsewhere: Elsewhere | None = None,
+    permits: Permits | None = None,
 ) -> AsyncIterator[Client]:
     """A running proxy before the coordinator's engines, and its client."""
     async with AsyncExitStack() as stack:
         for engine in coordinator.engines:
             await stack.enter_async_context(engine.serving())
-        runner = make_runner(build_app(coordinator, settings, elsewhere=elsewhere), shutdown_timeout_s=0.5)
+        app = build_app(coordinator, settings, elsewhere=elsewhere, permits=permits)
+        runner = make_runner(app, shutdown_timeout_s=0.5)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -1,0 +1,54 @@
+"""Permissions to send that a test gives, withholds and takes away."""
+
+import asyncio
+
+from midstream.proxy.permission import Permission
+
+
+class Life:
+    """One life of a member. `asked`: how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.is_over = False
+        self._may = True
+        self._changed = asyncio.Event()
+
+    def may_send(self) -> bool:
+        """As the test has it."""
+        self.asked += 1
+        return self._may and not self.is_over
+
+    async def opened(self) -> bool:
+        """Waits for the test."""
+        while not self.is_over:
+            if self._may:
+                return True
+            self._changed.clear()
+            await self._changed.wait()
+        return False
+
+    def close(self) -> None:
+        """Nothing may be sent for now."""
+        self._may = False
+
+    def open(self) -> None:
+        """It may again."""
+        self._may = True
+        self._changed.set()
+
+    def lose(self) -> None:
+        """It never may again."""
+        self.is_over = True
+        self._changed.set()
+
+
+class Lives:
+    """The permissions of one process: those of its life of the moment."""
+
+    def __init__(self) -> None:
+        self.life = Life()
+
+    def now(self) -> Permission:
+        """For a stream that begins now."""
+        return self.life
