@@ -334,7 +334,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         command, environ = _engine_command(args.engine, "tiny-model" if model == "tiny" else "model")
         print(
-            f"soak engine={args.engine} model={model} kills={args.kills} seed={args.seed} ways={args.ways}", flush=True
+            f"soak engine={args.engine} model={model} kills={args.kills} seed={args.seed} ways={args.ways} "
+            f"victims={args.victims}",
+            flush=True,
         )
         kills = asyncio.run(
             soak(

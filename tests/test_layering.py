@@ -109,7 +109,7 @@ SGLANG_SIDE = sorted(
     f"adapters/sglang/{path.name}" for path in (ROOT / "adapters" / "sglang").glob("*.py") if path.name != "adapter.py"
 )
 # Its server is made with FastAPI.
-SGLANG = {"sglang", "torch", "numpy", "fastapi"}
+SGLANG = {"sglang", "torch", "numpy", "fastapi", "cuda", "pynvml"}
 TRANSFORMERS = {"torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "aiohttp"}
 
 

@@ -2,6 +2,7 @@
 
 import os
 import platform
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ _OPTIONS = (
     "json_model_override_args",
     "enable_fp32_lm_head",
 )
+# Packages that SGLang's kernels for GPUs come from.
+_KERNELS = ("sglang-kernel", "flashinfer-python", "triton")
+_DRIVER = Path("/sys/module/nvidia/version")
 
 
 def facts_of(scheduler: Any) -> tuple[dict[str, Any], bool]:
@@ -102,7 +106,7 @@ def _key(scheduler: Any) -> dict[str, str | int | None]:
         "engine": "sglang",
         "engine_version": engine_version(),
         "torch_version": str(torch.__version__),
-        "device": f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "device": _device(str(options.device)),
         "model": _fingerprint(options.model_path, model_fingerprint),
         "tokenizer": _fingerprint(options.tokenizer_path, tokenizer_fingerprint),
         "dtype": str(model.dtype),
@@ -111,8 +115,51 @@ def _key(scheduler: Any) -> dict[str, str | int | None]:
         "parallel": f"tp{options.tp_size}-pp{options.pp_size}",
         "context": int(model.context_len),
         "threads": os.environ.get("OMP_NUM_THREADS"),
+        **_gpu(str(options.device)),
         **{name: _plain(getattr(options, name, None)) for name in _OPTIONS},
     }
+
+
+def _device(kind: str) -> str:
+    import torch
+
+    if kind == "cuda":
+        return str(torch.cuda.get_device_name())
+    return f"{kind} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _gpu(kind: str) -> dict[str, str | int | None]:
+    """What else decides which numbers a GPU computes: what lies below torch, and the kernels beside it."""
+    if kind != "cuda":
+        return {}
+    import torch
+
+    return {
+        "driver": guarded(default="unknown")(_driver)(),
+        "cuda_runtime": str(torch.version.cuda),
+        **{name: _version(name) for name in _KERNELS},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str:
+    """The version of the kernel's driver, from whoever tells it here."""
+    try:
+        return _DRIVER.read_text().strip()
+    except OSError:
+        import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def _plain(value: Any) -> str | int | None:

@@ -5,6 +5,7 @@ must be of the kinds that tests have run, and everything that keeps a state of i
 off. Reads options only.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,10 @@ PAGE_SIZES = (16, 32, 64, 128)
 # Bytes that mean the same wherever they are read; others need scales that lie elsewhere.
 KV_DTYPES = ("auto", "float16", "bfloat16", "float32", "bf16")
 DEVICES = ("cpu",)
+# For whoever finds out whether it works: words, with commas between, that an engine is to be tried in spite of. Of
+# these alone it is known why it should.
+TRIED = "SGLANG_MIDSTREAM_TRIED"
+_TRIABLE = ("device", "version")
 _TOPK = "enable_return_indexer_topk"
 
 
@@ -21,7 +26,8 @@ def of_options(options: Any, version: str) -> list[str]:
     found = [word for word, is_there in _RULES if is_there(options)]
     if version not in TESTED_VERSIONS:
         found.append("version")
-    return found
+    tried = os.environ.get(TRIED, "").split(",")
+    return [word for word in found if word not in _TRIABLE or word not in tried]
 
 
 def of_model(scheduler: Any) -> list[str]:

@@ -16,12 +16,12 @@ from ...session.errors import ArenaError, PoolError
 from ...session.held import HolderClient
 from ...session.layout import PoolMeta
 from ..guard import log, patch, report
-from ..held_pool import aligned, offered
+from ..held_pool import Memory, aligned, offered
 from ..plugin_settings import PluginSettings, plugin_settings
-from ..pool_host import HostMemory
 from ..pool_layout import layout_of, meaning_of
 
 RANK = 0
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Placed:
     """This process's pool; `adopted` is the name that it had in the epoch before, `meaning` how its bytes read."""
 
     name: str
-    memory: HostMemory
+    memory: Memory
     adopted: str | None
     fingerprint: str
     meaning: str
@@ -72,12 +72,29 @@ def _placing(original: Any) -> Any:
 
 
 def _is_plain(pool: Any) -> bool:
-    """Whether its tensors are `[slots, heads, size]`, in host memory, and not of a rank among several."""
+    """Whether its tensors are `[slots, heads, size]`, where a pool can be made, and not of a rank among several."""
     from sglang.srt.distributed import get_tensor_model_parallel_world_size
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-    plain = type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and str(pool.device) == "cpu"
-    return plain and int(get_tensor_model_parallel_world_size()) == 1
+    plain = type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and _device_of(pool).type in DEVICES
+    return plain and not pool.enable_custom_mem_pool and int(get_tensor_model_parallel_world_size()) == 1
+
+
+def _device_of(pool: Any) -> Any:
+    """Where SGLang has its tensors: on a GPU that it names by nothing but its kind it is the current one."""
+    import torch
+
+    return torch.device(pool.device)
+
+
+def _kind(device: Any) -> Any:
+    if device.type == "cuda":
+        from ..pool_cuda import CudaMemory
+
+        return CudaMemory
+    from ..pool_host import HostMemory
+
+    return HostMemory
 
 
 def _shapes(pool: Any) -> list[tuple[int, ...]]:
@@ -92,32 +109,34 @@ def _form_of(pool: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _memory_for(settings: PluginSettings, pool: Any) -> tuple[HostMemory, str | None]:
+def _memory_for(settings: PluginSettings, pool: Any) -> tuple[Memory, str | None]:
     size_bytes = sum(aligned(math.prod(shape) * pool.store_dtype.itemsize) for shape in _shapes(pool))
     if settings.adopt is not None:
         try:
             return _adopt(settings, pool, size_bytes)
         except (PoolError, ArenaError) as error:
             log.warning("midstream: the old pool cannot be adopted (%s); a new one is made", error)
-    return HostMemory.create(size_bytes, pool.device), None
+    device = _device_of(pool)
+    return _kind(device).create(size_bytes, device), None
 
 
-def _adopt(settings: PluginSettings, pool: Any, size_bytes: int) -> tuple[HostMemory, str]:
+def _adopt(settings: PluginSettings, pool: Any, size_bytes: int) -> tuple[Memory, str]:
     from .identity import may_adopt
 
     if not may_adopt():
         raise PoolError("this engine could not be seen to keep off the old sessions' pages")
     fd, old = offered(settings, RANK)
     try:
-        if old.meta.size_bytes != size_bytes or old.meta.owner.get("shape") != _form_of(pool):
+        if old.meta.size_bytes < size_bytes or old.meta.owner.get("shape") != _form_of(pool):
             raise PoolError(f"pool {old.name} has another size or shape; start the engine with the same options")
-        return HostMemory.adopt(fd, old.meta, pool.device), old.name
+        device = _device_of(pool)
+        return _kind(device).adopt(fd, old.meta, device), old.name
     except Exception:
         os.close(fd)
         raise
 
 
-def _laid_into(memory: HostMemory, original: Any, pool: Any) -> None:
+def _laid_into(memory: Memory, original: Any, pool: Any) -> None:
     """Have SGLang's function make its tensors, with their memory taken from `memory`, one after the other."""
     from sglang.srt.mem_cache import memory_pool as module
 
@@ -148,7 +167,7 @@ def _laid_into(memory: HostMemory, original: Any, pool: Any) -> None:
         module.torch = torch
 
 
-def _announce(settings: PluginSettings, memory: HostMemory, adopted: str | None, pool: Any) -> None:
+def _announce(settings: PluginSettings, memory: Memory, adopted: str | None, pool: Any) -> None:
     """Register the pool with the holder. Raises PoolError."""
     global _placed
     # What was adopted is written to from now on, whether or not anybody is told.
@@ -170,4 +189,4 @@ def _announce(settings: PluginSettings, memory: HostMemory, adopted: str | None,
     meta = PoolMeta(memory.size_bytes, layout, layout.fingerprint(), owner, memory.memory, memory.identity)
     HolderClient(settings.holder).put(name, memory.fd, meta.to_json())
     _placed = Placed(name, memory, adopted, layout.fingerprint(), meaning)
-    log.info("midstream: KV pool %s, %d bytes, %s", name, memory.size_bytes, adopted or "new")
+    log.info("midstream: KV pool %s, %d bytes in %s, %s", name, memory.size_bytes, memory.memory, adopted or "new")

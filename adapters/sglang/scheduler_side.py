@@ -176,9 +176,12 @@ class SchedulerSide:
     def _write_table(self, tracked: Tracked) -> None:
         """Compare the request's row with its table; pages are only added, but for a change of all of it."""
         request, size = tracked.request, self._pages.page_tokens
+        count, known = complete_positions(request), tracked.pages
         row = self._scheduler.req_to_token_pool.req_to_token[request.req_pool_idx]
-        pages = (row[: complete_positions(request) : size] // size).tolist()
-        known = tracked.pages
+        if row.is_cuda and len(known) == -(-count // size):
+            # To read it would have the scheduler wait for the GPU, and no page of a running request changes.
+            return
+        pages = (row[:count:size] // size).tolist()
         if pages == known:
             return
         if known and pages[: len(known)] == known:

@@ -17,6 +17,7 @@ import uvloop
 from ...session.errors import MidstreamError
 from . import copying, exact, gap, overhead, probe
 from .clock import Clock
+from .kinds import KINDS
 from .models import write_large
 from .results import Results, table
 
@@ -63,6 +64,7 @@ def _run(part: str, options: argparse.Namespace, results: Results, clock: Clock)
     folder = options.out / part
     folder.mkdir(parents=True, exist_ok=True)
     small = options.home / "smollm2"
+    engine = KINDS[options.engine]
     match part:
         case "probe":
             probe.measure(results)
@@ -70,7 +72,7 @@ def _run(part: str, options: argparse.Namespace, results: Results, clock: Clock)
             copying.measure(folder, results, sessions=options.copy_sessions)
         case "overhead":
             large = write_large(small, options.home / "large")
-            uvloop.run(overhead.measure(large, folder, results, clock, rounds=options.rounds))
+            uvloop.run(overhead.measure(large, folder, results, clock, rounds=options.rounds, kind=engine))
         case "gap":
             large = write_large(small, options.home / "large")
             wanted = gap.scenes(options.scenes)
@@ -78,7 +80,7 @@ def _run(part: str, options: argparse.Namespace, results: Results, clock: Clock)
             gap.compare(results)
         case _:
             kinds = [exact.Kind(word) for word in options.kills.split(",")]
-            uvloop.run(exact.measure(small, folder, results, clock, kinds=kinds))
+            uvloop.run(exact.measure(small, folder, results, clock, kinds=kinds, engine=engine))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -87,6 +89,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--home", type=Path, default=Path("/tmp/midstream-gpu"), help="folder with the model `smollm2`")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder for figures and logs")
     parser.add_argument("--limit", type=float, default=570.0, help="seconds for all parts together")
+    parser.add_argument("--engine", choices=sorted(KINDS), default="vllm", help="what overhead and exact run on")
     parser.add_argument("--rounds", type=int, default=5, help="overhead: pairs of runs for each variant")
     parser.add_argument("--scenes", default=gap.SCENES, help="gap: strategy:STREAMSxPROMPT_TOKENS, with commas")
     parser.add_argument("--front-ends", type=int, default=4, help="gap: processes of each engine that read requests")
@@ -96,6 +99,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not 1 <= options.rounds <= 100 or options.limit <= 0 or not 1 <= options.copy_sessions <= 64:
         parser.error("--rounds must be 1 to 100, --copy-sessions 1 to 64, and --limit above 0")
+    if options.engine != "vllm" and "gap" in options.parts:
+        parser.error("gap runs on vLLM alone; leave --engine out, or name other parts")
     if not 1 <= options.front_ends <= 32:
         parser.error("--front-ends must be 1 to 32")
     try:

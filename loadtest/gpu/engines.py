@@ -1,11 +1,10 @@
-"""vLLMs that are started by hand beside a sidecar, or alone: the way an operator does it, and again after a kill.
+"""Engines that are started by hand beside a sidecar, or alone: the way an operator does it, and again after a kill.
 
 Owns their processes and logs. Started beside a sidecar they outlive it, so that one start of an engine, which is what
 costs time on a GPU, serves several sidecars with other settings. Invariant: after `stop` nothing of an engine is left.
 """
 
 import asyncio
-import json
 import os
 import subprocess
 import time
@@ -19,22 +18,15 @@ import psutil
 from ...session.errors import EngineError
 from ...session.ports import free_port
 from ..harness import end_tree
+from .kinds import VLLM, EngineKind
 from .models import SERVED_AS
 
 LOOK_S = 0.1
 LOG_LINES = 60
-# What the documentation tells an operator to give to vLLM.
-CONNECTOR = {
-    "kv_connector": "MidstreamConnector",
-    "kv_connector_module_path": "midstream.adapters.vllm.connector",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-}
-ENVIRON = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_SERVER_DEV_MODE": "1"}
 
 
 class Engine:
-    """One engine. With `state_dir` it has midstream's plugin and is the worker `name` there; else it is vLLM alone."""
+    """One engine. With `state_dir` it has midstream's plugin and is the worker `name` there; else it is alone."""
 
     def __init__(
         self,
@@ -44,17 +36,20 @@ class Engine:
         *,
         state_dir: Path | None = None,
         environ: Mapping[str, str] | None = None,
+        kind: EngineKind = VLLM,
     ) -> None:
         self.name = name
+        self.kind = kind
         self.port = free_port()
         self.log = folder / f"engine-{name}.log"
         self._command = [*command, "--host", "127.0.0.1", "--port", str(self.port)]
         # A place that this process itself has found is not the engine's.
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("MIDSTREAM_")}
-        self._environ = {**inherited, **ENVIRON, **(environ or {})}
+        self._environ = {**inherited, **kind.environ, **(environ or {})}
         if state_dir is not None:
-            self._command += ["--kv-transfer-config", json.dumps(CONNECTOR)]
-            self._environ |= {"MIDSTREAM_STATE_DIR": str(state_dir), "MIDSTREAM_WORKER": name}
+            self._command += kind.beside
+            place = {"MIDSTREAM_STATE_DIR": str(state_dir), "MIDSTREAM_WORKER": name}
+            self._environ |= {**(kind.beside_environ or {}), **place}
         self._process: subprocess.Popen[bytes] | None = None
         self._started_s = 0.0
         # How long its present start took, once it is known.
@@ -111,7 +106,7 @@ class Engine:
         if self._process is not None:
             with suppress(psutil.NoSuchProcess):
                 for child in psutil.Process(self._process.pid).children(recursive=True):
-                    if lives(child) and any("EngineCore" in word for word in (child.name(), *child.cmdline())):
+                    if lives(child) and any(self.kind.core in word for word in (child.name(), *child.cmdline())):
                         return child
         raise EngineError(f"engine {self.name} has no core; its log ends:\n{self.last_lines()}")
 

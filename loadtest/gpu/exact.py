@@ -1,7 +1,7 @@
 """Interrupted answers beside undisturbed ones on a real small model: real SIGKILLs, and one fault of the GPU.
 
-Owns the kills and the verdicts. Many different sessions die in each kill, for a start of vLLM is what costs time; the
-engines run in vLLM's batch-invariant mode, in which the company of other sessions changes no number. Two undisturbed
+Owns the kills and the verdicts. Many different sessions die in each kill, for a start is what costs time; the engines
+run in a mode (batch-invariant, deterministic) in which the company of other sessions changes no number. Two undisturbed
 runs are compared first: where these differ, a difference is variance and proves nothing.
 """
 
@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,12 @@ from . import fault
 from .clock import Clock
 from .engines import lives
 from .fleet import Fleet, fleet, kill_core
-from .models import SERVED_AS, serve, small_options
+from .kinds import VLLM, EngineKind
+from .models import SERVED_AS
 from .results import Results
 
 PART = "exact"
 NAMES = ("a", "b")
-ENVIRON = {"VLLM_BATCH_INVARIANT": "1"}
 BACK_S = 240.0
 ANSWER_S = 120.0
 FAULT_S = 60.0
@@ -76,22 +76,22 @@ class Question:
     body: Mapping[str, Any]
 
 
-def questions(number: int, tokens: int) -> list[Question]:
+def questions(number: int, tokens: int, engine: EngineKind = VLLM) -> list[Question]:
     """What is asked in one kill: greedy and sampled, with penalties, a grammar, logprobs, and a long prompt.
 
     `number` makes prompts that no earlier kill has had. Each kind comes twice: two engines get them in turn, and the
     second half begins with its second one, so that each of them has every kind.
     """
-    first, second = _questions(2 * number, tokens), _questions(2 * number + 1, tokens)
+    first, second = _questions(2 * number, tokens, engine), _questions(2 * number + 1, tokens, engine)
     return [*first, *second[1:], second[0]]
 
 
-def _questions(number: int, tokens: int) -> list[Question]:
+def _questions(number: int, tokens: int, engine: EngineKind) -> list[Question]:
     story = f"Write a long story, number {number}, about a dog named Max."
     most = {"max_tokens": tokens}
     # A grammar ends the answer by itself.
-    rockets = {"structured_outputs": {"regex": "(😀|🚀|🌍){300}"}, "ignore_eos": False}
-    return [
+    rockets = {**engine.grammar("(😀|🚀|🌍){300}"), "ignore_eos": False}
+    asked = [
         _chat("greedy", story, **most),
         _chat("sampled", story, temperature=0.9, seed=5 + number, top_p=0.95, **most),
         _chat("top-k", story, temperature=1.1, seed=50 + number, top_k=40, min_p=0.02, **most),
@@ -105,6 +105,7 @@ def _questions(number: int, tokens: int) -> list[Question]:
         _text("long prompt", f"{number}. {LONG}", temperature=1.0, seed=8 + number, **most),
         _text("long prompt, greedy", f"{number + 1000}. {LONG}", **most),
     ]
+    return [replace(q, body={k: v for k, v in q.body.items() if k not in engine.unasked}) for q in asked]
 
 
 def _chat(name: str, prompt: str, **more: Any) -> Question:
@@ -172,7 +173,13 @@ def kept_free_s(starts_s: Sequence[float]) -> float:
 
 
 async def measure(
-    model: Path, folder: Path, results: Results, clock: Clock, *, kinds: Sequence[Kind] = (Kind.KILL, Kind.FAULT)
+    model: Path,
+    folder: Path,
+    results: Results,
+    clock: Clock,
+    *,
+    kinds: Sequence[Kind] = (Kind.KILL, Kind.FAULT),
+    engine: EngineKind = VLLM,
 ) -> list[Verdict]:
     """One kill of each of `kinds`, in order, as far as there is time."""
     found: list[Verdict] = []
@@ -181,14 +188,14 @@ async def measure(
         triggers = {name: Path(place) / f"fault-{name}" for name in NAMES}
         fault.dist_info(Path(place))
         async with fleet(folder) as engines:
-            command = serve(model, *small_options())
+            command = engine.serve(model, *engine.small(), *engine.exact_options)
             for name, trigger in triggers.items():
-                environ = {**ENVIRON, fault.VARIABLE: str(trigger), "PYTHONPATH": _with(place)}
-                engines.add(name, command, environ=environ)
+                environ = {**(engine.exact_environ or {}), fault.VARIABLE: str(trigger), "PYTHONPATH": _with(place)}
+                engines.add(name, command, environ=environ, kind=engine)
             store = Path(place) / "store"
             await _front(engines, kinds[0], store)
-            for engine in engines.engines.values():
-                engine.start()
+            for one in engines.engines.values():
+                one.start()
             starts_s: list[float] = []
             for number, kind in enumerate(kinds):
                 if number and clock.left_s() < kept_free_s(starts_s):
@@ -200,7 +207,7 @@ async def measure(
                 began_s = time.monotonic()
                 await engines.ready(NAMES, timeout_s=min(clock.left_s(), BACK_S))
                 starts_s.append(time.monotonic() - began_s)
-                found += await _kill(engines, kind, number, triggers, store, results)
+                found += await _kill(engines, engine, kind, number, triggers, store, results)
                 ran.append(kind)
                 if number + 1 < len(kinds):
                     await _begin_again(engines, triggers)
@@ -217,13 +224,19 @@ async def _front(engines: Fleet, kind: Kind, store: Path) -> None:
 
 
 async def _kill(
-    engines: Fleet, kind: Kind, number: int, triggers: Mapping[str, Path], store: Path, results: Results
+    engines: Fleet,
+    engine: EngineKind,
+    kind: Kind,
+    number: int,
+    triggers: Mapping[str, Path],
+    store: Path,
+    results: Results,
 ) -> list[Verdict]:
     assert engines.sidecar is not None
     sidecar = engines.sidecar
     timeout = aiohttp.ClientTimeout(total=None, sock_read=ANSWER_S)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
-        asked = questions(number, TOKENS_DISK if kind is Kind.DISK else TOKENS)
+        asked = questions(number, TOKENS_DISK if kind is Kind.DISK else TOKENS, engine)
         undisturbed = [await _all(http, sidecar.url, asked, run) for run in UNDISTURBED]
         for question, answer in zip(asked, undisturbed[0], strict=True):
             if not answer.sound:

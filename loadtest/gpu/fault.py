@@ -1,4 +1,4 @@
-"""A fault of the GPU inside an engine, when a file appears: a `general_plugins` entry point for measurements alone.
+"""A fault of the GPU inside an engine, when a file appears: an entry point of its plugins, for measurements alone.
 
 Owns one thread in the process that has the model. When the file that `MIDSTREAM_GPU_FAULT` names appears it launches
 a kernel that writes to an address which is nobody's, and the context is lost as by a real fault. Without the variable
@@ -12,6 +12,7 @@ from pathlib import Path
 
 VARIABLE = "MIDSTREAM_GPU_FAULT"
 LOOK_S = 0.01
+_GROUPS = ("vllm.general_plugins", "sglang.srt.plugins")
 _KERNEL = 'extern "C" __global__ void fault(long long* nowhere) { nowhere[threadIdx.x] = 1; }'
 
 
@@ -20,8 +21,8 @@ def dist_info(folder: Path) -> None:
     information = folder / "midstream_gpu_fault-0.dist-info"
     information.mkdir(parents=True, exist_ok=True)
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: midstream-gpu-fault\nVersion: 0\n")
-    point = f"[vllm.general_plugins]\nmidstream_gpu_fault = {__name__}:arm\n"
-    (information / "entry_points.txt").write_text(point)
+    points = "".join(f"[{group}]\nmidstream_gpu_fault = {__name__}:arm\n" for group in _GROUPS)
+    (information / "entry_points.txt").write_text(points)
 
 
 def arm() -> None:

@@ -19,6 +19,7 @@ import psutil
 from ...session.errors import EngineError
 from ..harness import SidecarProcess
 from .engines import Engine
+from .kinds import VLLM, EngineKind
 
 LOOK_S = 0.02
 QUIET_S = 60.0
@@ -42,11 +43,18 @@ class Fleet:
         self._coming: dict[str, asyncio.Task[float]] = {}
 
     def add(
-        self, name: str, command: Sequence[str], *, alone: bool = False, environ: Mapping[str, str] | None = None
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        alone: bool = False,
+        environ: Mapping[str, str] | None = None,
+        kind: EngineKind = VLLM,
     ) -> Engine:
         """One more engine, which is not started yet; `alone`: without midstream."""
         state_dir = None if alone else self.state_dir
-        self.engines[name] = engine = Engine(name, command, self._folder, state_dir=state_dir, environ=environ)
+        engine = Engine(name, command, self._folder, state_dir=state_dir, environ=environ, kind=kind)
+        self.engines[name] = engine
         return engine
 
     async def front(

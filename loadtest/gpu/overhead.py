@@ -18,14 +18,13 @@ from ..load.strategies import Strategy, route_of
 from .clock import Clock
 from .engines import Engine
 from .fleet import Fleet, fleet
-from .models import large_options, serve
+from .kinds import VLLM, EngineKind
 from .results import Results
 from .streams import Load, run_all
 from .windows import Overhead, Steady, histogram, overhead, steady
 
 PART = "overhead"
 KV_BYTES = 28 << 30
-ITL = "vllm:inter_token_latency_seconds"
 RUN_S = 60.0
 
 
@@ -59,14 +58,21 @@ class Run:
 
 
 async def measure(
-    model: Path, folder: Path, results: Results, clock: Clock, *, rounds: int = 5, load: Load | None = None
+    model: Path,
+    folder: Path,
+    results: Results,
+    clock: Clock,
+    *,
+    rounds: int = 5,
+    load: Load | None = None,
+    kind: EngineKind = VLLM,
 ) -> None:
     """All of it. EngineError when an engine or the sidecar does not come up."""
     load = load or Load(streams=64, prompt_tokens=2000, output_tokens=512, seed="overhead")
     async with fleet(folder) as engines:
-        command = serve(model, *large_options(KV_BYTES))
-        alone = engines.add("alone", command, alone=True)
-        beside = engines.add("a", command)
+        command = kind.serve(model, *kind.large(KV_BYTES))
+        alone = engines.add("alone", command, alone=True, kind=kind)
+        beside = engines.add("a", command, kind=kind)
         await engines.front(["a"])
         for engine in (alone, beside):
             engine.start()
@@ -123,7 +129,8 @@ async def _run(engine: Engine, route: Route, load: Load, seed: str, http: aiohtt
     asked = Load(load.streams, load.prompt_tokens, load.output_tokens, f"{load.seed}/{seed}")
     lives = await run_all(route, asked, timeout_s=RUN_S)
     window = steady(lives)
-    itl_ms = histogram(await _metrics(engine, http), ITL).mean_ms_since(histogram(before, ITL))
+    name = engine.kind.inter_token_latency
+    itl_ms = histogram(await _metrics(engine, http), name).mean_ms_since(histogram(before, name))
     print(f"run {seed}: {window} engine_itl_ms={itl_ms}", flush=True)
     return None if window is None else Run(window, itl_ms)
 

@@ -107,7 +107,7 @@ def built_in(max_tokens: int = MAX_TOKENS) -> tuple[Prompt, ...]:
 def _built(name: str, chat: bool, sampling: str, text: str, max_tokens: int) -> Prompt:
     said: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
     if sampling in _JSON:
-        settings = {"temperature": 0, "response_format": _JSON[sampling]}
+        settings: dict[str, Any] = {"temperature": 0, "response_format": _JSON[sampling]}
     else:
         settings = dict(_SAMPLINGS[sampling])
     if "min_tokens" in settings:

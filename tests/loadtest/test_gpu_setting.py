@@ -20,9 +20,10 @@ from midstream.adapters.vllm.adapter import KV_TRANSFER_CONFIG
 from midstream.loadtest.client import HALF_A_CHARACTER, Answer
 from midstream.loadtest.gpu import __main__ as command
 from midstream.loadtest.gpu import copying, exact, fault
-from midstream.loadtest.gpu.engines import CONNECTOR, Engine, lives
+from midstream.loadtest.gpu.engines import Engine, lives
 from midstream.loadtest.gpu.fleet import kill_core
-from midstream.loadtest.gpu.models import LARGE, large_options, serve, small_options, write_large
+from midstream.loadtest.gpu.kinds import CONNECTOR, KINDS, SGLANG, EngineKind
+from midstream.loadtest.gpu.models import LARGE, write_large
 from midstream.loadtest.gpu.place import ROOT, place
 from midstream.loadtest.gpu.results import Figure, Results
 from midstream.loadtest.gpu.streams import Load
@@ -64,11 +65,29 @@ def test_the_connector_is_the_one_that_midstream_sets_itself() -> None:
     assert CONNECTOR == KV_TRANSFER_CONFIG
 
 
-def test_both_commands_are_vllm_s_for_midstream(tmp_path: Path) -> None:
-    for options in (large_options(30 << 30), small_options()):
-        argv = serve(tmp_path, *options)
-        assert adapter_for(argv).name == "vllm"
-        assert argv[:3] == ["vllm", "serve", str(tmp_path)]
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
+def test_both_commands_are_the_engine_s_for_midstream(tmp_path: Path, kind: EngineKind) -> None:
+    for options in (kind.large(30 << 30), kind.small(), (*kind.small(), *kind.exact_options)):
+        argv = kind.serve(tmp_path, *options)
+        assert adapter_for(argv).name == kind.name
+        assert str(tmp_path) in argv
+
+
+def test_sglang_beside_a_sidecar_is_tried_on_a_gpu_and_one_alone_is_not_told_anything(tmp_path: Path) -> None:
+    beside = Engine("a", ["x"], tmp_path, state_dir=tmp_path, kind=SGLANG)
+    alone = Engine("alone", ["x"], tmp_path, kind=SGLANG)
+    assert beside._environ["SGLANG_MIDSTREAM_TRIED"] == "device"
+    assert not [name for name in alone._environ if "MIDSTREAM_" in name]
+    argv = SGLANG.serve(tmp_path, *SGLANG.small())
+    # What `midstream run` would add.
+    assert {"--disable-overlap-schedule", "--page-size"} <= set(argv)
+
+
+def test_sglang_is_asked_for_nothing_that_it_refuses() -> None:
+    asked = {q.name: q.body for q in exact.questions(3, 100, SGLANG)}
+    assert asked.keys() == {q.name for q in exact.questions(3, 100)}
+    assert not any("min_p" in body or "structured_outputs" in body for body in asked.values())
+    assert "regex" in asked["grammar"]
 
 
 def test_the_large_model_has_the_shape_of_an_8b_llama_and_the_small_one_s_tokenizer(tmp_path: Path) -> None:
@@ -216,12 +235,12 @@ def test_the_fault_is_found_as_a_plugin_and_does_nothing_unless_it_is_told_where
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault.dist_info(tmp_path)
-    [found] = [
-        point
+    found = {
+        point.group: point.load()
         for distribution in importlib.metadata.distributions(path=[str(tmp_path)])
         for point in distribution.entry_points
-    ]
-    assert (found.group, found.load()) == ("vllm.general_plugins", fault.arm)
+    }
+    assert found == {"vllm.general_plugins": fault.arm, "sglang.srt.plugins": fault.arm}
     monkeypatch.delenv(fault.VARIABLE, raising=False)
     threads = len(psutil.Process().threads())
     fault.arm()
@@ -238,6 +257,7 @@ def test_the_fault_is_found_as_a_plugin_and_does_nothing_unless_it_is_told_where
         ["overhead", "--rounds", "0"],
         ["copy", "--copy-sessions", "1000"],
         ["probe", "--limit", "-1"],
+        ["gap", "--engine", "sglang"],
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_starts(

@@ -62,10 +62,11 @@ def run_inside(program: str, folder: Path) -> None:
 
 @functools.cache
 def _interpreter() -> "subprocess.Popen[str]":
+    python = sglang_python()
     folder = tempfile.TemporaryDirectory(prefix="midstream-test-inside-")
     environ = {**os.environ, **SGLANG_ENVIRON, "PYTHONPATH": str(plugin_path.ensure(Path(folder.name)))}
     process = subprocess.Popen(
-        [sglang_python(), "-c", _FIRST], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [python, "-c", _FIRST], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
 
     def end() -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from midstream.adapters.sglang.obstacles import of_model, of_options
-from support.sglang_rig import run_inside
+from midstream.adapters.sglang.obstacles import TRIED, of_model, of_options
+from support.sglang_inside import run_inside
 
 SERVED: dict[str, Any] = {
     "disable_overlap_schedule": True,
@@ -78,6 +78,16 @@ def test_models_that_were_not_tested_have_theirs(word: str) -> None:
 
 def test_a_version_that_was_not_tested_is_one() -> None:
     assert of_options(SimpleNamespace(**SERVED), "0.5.16") == ["version"]
+
+
+def test_what_only_was_not_tested_is_tried_where_somebody_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRIED, "device,overlap")
+    assert of_server(device="cuda") == []
+    # It is known why the others are in the way.
+    assert of_server(device="cuda", disable_overlap_schedule=False) == ["overlap"]
+    assert of_options(SimpleNamespace(**SERVED), "0.5.16") == ["version"]
+    monkeypatch.setenv(TRIED, "version")
+    assert of_options(SimpleNamespace(**SERVED), "0.5.16") == []
 
 
 OPTIONS_ARE_THERE = """
