@@ -1,5 +1,6 @@
-"""A process that is a member of a fleet and sends as long as it may: run as `python -m support.fleet_member URL`.
+"""A process that is a member of a fleet and sends as long as it may.
 
+It is run as `python -m support.fleet_member URLS LEASE_SECONDS`.
 Each line of its output is the time of the boot clock and a word: `joined <id>`, `send`, `hold` or `lost`.
 """
 
@@ -14,8 +15,8 @@ from midstream.sidecar.fleet.leased import LeasedCoordination
 from midstream.sidecar.fleet.record import Record, Role
 
 
-async def main(url: str, lease_s: int) -> None:
-    fleet = LeasedCoordination(EtcdService(EtcdAccess((url,)), "fleet"), WhenAlone.STOP)
+async def main(urls: str, lease_s: int) -> None:
+    fleet = LeasedCoordination(EtcdService(EtcdAccess(urls.split(",")), "fleet"), WhenAlone.STOP)
     joined = await fleet.join(Record("victim", Role.NODE, "http://127.0.0.1:1"), lease_s)
     say(f"joined {joined.id}")
     lost = asyncio.create_task(joined.lost())

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -159,15 +159,18 @@ class Host:
         """Undo `cut`."""
         self._switch.ip(f"link set {self._port} master br0")
 
-    def cut_from(self, other: "Host") -> None:
-        """The same between this host and one other."""
-        for one, another in ((self, other), (other, self)):
-            one._namespace.ip(f"neighbour replace {another.address} lladdr {_NOWHERE} nud permanent dev eth0")
+    def cut_from(self, *others: "Host") -> None:
+        """The same between this host and these others."""
+        self._neighbours(others, lambda host: f"replace {host.address} lladdr {_NOWHERE} nud permanent dev eth0")
 
-    def heal_from(self, other: "Host") -> None:
+    def heal_from(self, *others: "Host") -> None:
         """Undo `cut_from`."""
-        for one, another in ((self, other), (other, self)):
-            one._namespace.ip(f"neighbour del {another.address} dev eth0")
+        self._neighbours(others, lambda host: f"del {host.address} dev eth0")
+
+    def _neighbours(self, others: "Sequence[Host]", change: "Callable[[Host], str]") -> None:
+        self._namespace.ip(*(f"neighbour {change(other)}" for other in others))
+        for other in others:
+            other._namespace.ip(f"neighbour {change(self)}")
 
     def change_link(self, link: Link) -> None:
         """Make the link another one; it has to be a wire."""
@@ -240,6 +243,12 @@ class Hosts:
     def connector(self) -> aiohttp.TCPConnector:
         """For clients of this process: their connections begin at the switch."""
         return aiohttp.TCPConnector(limit=0, socket_factory=self._socket)
+
+    def listens(self, host: Host, port: int) -> bool:
+        """Whether somebody listens there."""
+        with inside(self.switch.pid), socket.socket() as asking:
+            asking.settimeout(1.0)
+            return asking.connect_ex((host.address, port)) == 0
 
     def close(self) -> None:
         """End all of it."""

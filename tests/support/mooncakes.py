@@ -16,12 +16,12 @@ from midstream.sidecar.replicas.mooncake_objects import Mooncake
 VARIABLE = "MIDSTREAM_TEST_MOONCAKE_PYTHON"
 START_S = 30.0
 
-# Lends memory until it is killed.
-_LENDER = """
+# Lends memory until it is killed: master's address, bytes, its own address.
+LENDER = """
 import sys, time
 import mooncake.store
 client = mooncake.store.MooncakeDistributedStore()
-code = client.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 16 << 20, "tcp", "", sys.argv[1])
+code = client.setup(sys.argv[3], "P2PHANDSHAKE", int(sys.argv[2]), 16 << 20, "tcp", "", sys.argv[1])
 print(code, flush=True)
 time.sleep(3600)
 """
@@ -62,7 +62,7 @@ class Deployment:
                 time.sleep(0.05)
 
     def lend(self, size_bytes: int) -> "subprocess.Popen[bytes]":
-        command = [str(python()), "-I", "-c", _LENDER, f"127.0.0.1:{self.port}", str(size_bytes)]
+        command = [str(python()), "-I", "-c", LENDER, f"127.0.0.1:{self.port}", str(size_bytes), "127.0.0.1"]
         environ = {**os.environ, "GLOG_minloglevel": "3"}
         lender = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ)
         assert lender.stdout is not None
