@@ -1,14 +1,14 @@
 """Who in a fleet has a stream that is not here.
 
 Only the contract lives here, and what holds for a node that is alone. Invariant: a token's prefix says where its stream
-is and nothing of what it is; the token itself is told to nobody but the node that drew it.
+is and nothing of what it is; the token itself is told to nobody but the one that drew it, and to that one by the fleet.
 """
 
 from typing import Protocol
 
 
 class Elsewhere(Protocol):
-    """Finds the nodes of a fleet by the prefixes of their tokens."""
+    """Finds the others of a fleet by the prefixes of their tokens, and knows what comes from them."""
 
     @property
     def own_prefix(self) -> str:
@@ -16,7 +16,15 @@ class Elsewhere(Protocol):
         ...
 
     async def base_url_of(self, prefix: str) -> str | None:
-        """Where the node of a prefix takes requests; None if there is no such node. Bounded in time, never raises."""
+        """Where the one of a prefix takes requests; None if there is none. Bounded in time, never raises."""
+        ...
+
+    def vouch(self, method: str, target: str, body: bytes) -> str:
+        """What proves that one of the fleet passes this on; never the same twice, and text for a header."""
+        ...
+
+    def believes(self, method: str, target: str, body: bytes, proof: str) -> str:
+        """Why a proof is none, for the log; "" if it is one. It holds once."""
         ...
 
 
@@ -31,3 +39,11 @@ class Nowhere:
     async def base_url_of(self, prefix: str) -> str | None:
         """Nobody else has anything."""
         return None
+
+    def vouch(self, method: str, target: str, body: bytes) -> str:
+        """There is nobody to pass anything to."""
+        return ""
+
+    def believes(self, method: str, target: str, body: bytes, proof: str) -> str:
+        """Nobody passes anything on to it."""
+        return "this node is in no fleet"

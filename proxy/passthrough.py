@@ -6,6 +6,7 @@ connection too, so that half an answer never looks whole. JSON that could carry 
 
 from collections.abc import AsyncIterator, Mapping
 
+import aiohttp
 from aiohttp import web
 
 from ..session.errors import Refused
@@ -54,12 +55,11 @@ class Passthrough:
         body: bytes | None,
         *,
         stream_body: bool = False,
-        base_url: str | None = None,
         more: Mapping[str, str] | None = None,
     ) -> web.StreamResponse:
-        """Forward a request with `body`, or with its own while it comes in: to a worker, or to `base_url`."""
+        """Forward a request with `body`, or with its own while it comes in, to a worker."""
         try:
-            base_url = base_url or self._coordinator.plain_upstream()
+            base_url = self._coordinator.plain_upstream()
         except Refused as error:
             return problems.refused(error).response(request.headers, request.path)
         sent = headers.towards_engine(request.headers)
@@ -68,10 +68,14 @@ class Passthrough:
             sent.popall("Content-Length", None)
         try:
             answer = await self._upstream.request(
-                request.method, target(base_url, _path_of(request)), sent, _pieces(request) if stream_body else body
+                request.method, target(base_url, path_of(request)), sent, _pieces(request) if stream_body else body
             )
         except UpstreamLost as lost:
             return problems.upstream_lost(str(lost)).response(request.headers, request.path)
+        return await self.pass_on(request, answer)
+
+    async def pass_on(self, request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+        """An answer, as it comes; it is closed at the end."""
         try:
             response = web.StreamResponse(
                 status=answer.status,
@@ -92,7 +96,7 @@ class Passthrough:
             answer.close()
 
 
-def _path_of(request: web.Request) -> str:
+def path_of(request: web.Request) -> str:
     """Path and query as the client wrote them, without a scheme and host before them (RFC 9112, 3.2.2)."""
     return request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs
 

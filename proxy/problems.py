@@ -121,6 +121,18 @@ def not_kept(reattach_s: float) -> Problem:
     )
 
 
+def out_of_reach() -> Problem:
+    """A name of a stream that another of the fleet has, which does not answer."""
+    return Problem(
+        503,
+        "stream_out_of_reach",
+        "another gateway or node of the fleet has the stream, and does not answer: ask again; once it is known to be "
+        "lost, with its streams, that is what the answer says",
+        "service_unavailable",
+        2,
+    )
+
+
 def no_such_position(position: int, first: int, last: int) -> Problem:
     """A stream that is kept, but not what follows the event that was named."""
     return Problem(

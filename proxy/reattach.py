@@ -20,11 +20,10 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from . import headers, problems
-from .elsewhere import Elsewhere
 from .event_ids import TOKEN_BYTES, is_token, new_token, parse_id, parse_position, prefix_of
-from .passthrough import Passthrough
 from .permission import Permits
 from .problems import Problem
+from .reattach_elsewhere import AskElsewhere
 from .settings import ProxySettings
 from .stream import Respond
 from .stream_kept import KeptStream, Phase
@@ -34,8 +33,6 @@ from .stream_room import Room
 _LOG = logging.getLogger("midstream.proxy")
 
 STREAMS_PATH = "/midstream/v1/streams/"
-# Set where a request is sent on to the node that has the stream, which never sends it on again.
-_SENT_ON = "X-Midstream-Sent-On"
 
 # What answers a request, to whom it is told to; None: to its client.
 Session = Callable[[Respond | None], Coroutine[Any, Any, web.StreamResponse]]
@@ -44,13 +41,10 @@ Session = Callable[[Respond | None], Coroutine[Any, Any, web.StreamResponse]]
 class Reattach:
     """All streams that are kept."""
 
-    def __init__(
-        self, settings: ProxySettings, elsewhere: Elsewhere, passthrough: Passthrough, permits: Permits
-    ) -> None:
+    def __init__(self, settings: ProxySettings, elsewhere: AskElsewhere, permits: Permits) -> None:
         self._keep_s = settings.reattach_s
         self._streams_max = settings.reattach_streams_max
         self._elsewhere = elsewhere
-        self._passthrough = passthrough
         self._permits = permits
         self._secret = secrets.token_bytes(16)
         self._streams: dict[bytes, KeptStream] = {}
@@ -141,17 +135,18 @@ class Reattach:
 
     async def _find(self, request: web.Request, token: str, body: bytes | None) -> KeptStream | web.StreamResponse:
         """The stream of that name, or the answer to its client."""
+        stranger = self._elsewhere.refusal(request, body)
+        if stranger is not None:
+            return _told(stranger, request)
         stream = self._streams.get(self._key(token)) if is_token(token) else None
         if stream is not None and stream.permission.is_over:
             # It is another's by now, or nobody's.
             self._drop(stream)
         elif stream is not None and stream.phase is not Phase.AWAITED:
             return stream
-        prefix = prefix_of(token) if is_token(token) else ""
-        if prefix != self._elsewhere.own_prefix and _SENT_ON not in request.headers:
-            base_url = await self._elsewhere.base_url_of(prefix)
-            if base_url is not None:
-                return await self._passthrough.forward(request, body, base_url=base_url, more={_SENT_ON: "1"})
+        answer = await self._elsewhere.ask(request, prefix_of(token), body) if is_token(token) else None
+        if answer is not None:
+            return answer
         return _told(problems.not_kept(self._keep_s), request)
 
     async def _go_on(self, request: web.Request, stream: KeptStream, position: int) -> web.StreamResponse:

@@ -25,6 +25,7 @@ from .permission import Always, Permits
 from .policy import Policy, policy_of
 from .prompt_part import is_asked_for, rest
 from .reattach import STREAMS_PATH, Reattach, last_event_id
+from .reattach_elsewhere import AskElsewhere
 from .request import encode_body, parse_body, without_transfer_fields
 from .sessions import Sessions
 from .settings import ProxySettings
@@ -67,7 +68,8 @@ def build_app(
     passthrough = Passthrough(coordinator, upstream, settings, bodies)
     reattach = None
     if settings.reattach_s > 0:
-        reattach = Reattach(settings, elsewhere or Nowhere(), passthrough, permits or Always())
+        ask_elsewhere = AskElsewhere(elsewhere or Nowhere(), upstream, passthrough)
+        reattach = Reattach(settings, ask_elsewhere, permits or Always())
     requests = _Requests(
         sessions, passthrough, settings, bodies, reattach, believer=believer, is_gateway=prover is not None
     )

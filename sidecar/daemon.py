@@ -36,9 +36,11 @@ from .config import Listen, Settings
 from .control import Control, serving_control
 from .coordinator import CoordinatorSettings, SidecarCoordinator
 from .fleet.record import Record
-from .fleet_access import believer_of, node_name, node_url
+from .fleet_access import believer_of, node_name, node_url, streams_of
 from .fleet_api import fleet_routes, node_record
-from .fleet_member import as_member
+from .fleet_member import as_member, standing_of
+from .fleet_standing import Standing
+from .fleet_streams import FleetStreams
 from .hang import is_deaf, is_hung
 from .leaving import has_claimed_places
 from .lifeline_watch import LifelineWatch
@@ -136,10 +138,16 @@ class _Daemon:
                 self._spawn(self._replicas.keep(), "replicas")
             record_now = self._record_now(listener)
             stack.push_async_callback(self._models.close)
-            runner = await self._serve(listener, record_now)
+            standing = standing_of(self._settings)
+            streams = streams_of(standing, self._settings)
+            if standing is not None:
+                stack.push_async_callback(standing.close)
+            runner = await self._serve(listener, record_now, standing, streams)
             stack.push_async_callback(runner.cleanup)
+            if streams is not None:
+                await stack.enter_async_context(streams.following())
             if record_now is not None:
-                await stack.enter_async_context(as_member(self._settings.fleet, record_now))
+                await stack.enter_async_context(as_member(standing, record_now, self._settings.fleet.lease_s))
             control = Control(self._coordinator, proxy_settings(self._settings, self._adapter))
             await stack.enter_async_context(serving_control(self._state, control))
             stack.push_async_callback(self._stop_engines)
@@ -227,13 +235,24 @@ class _Daemon:
         ready = self._workers.ready()
         return {f"{w.name}/{w.current.number if w.current is not None else 0}": w.url for w in ready}
 
-    async def _serve(self, listener: socket.socket, record_now: Callable[[], Record] | None) -> Any:
+    async def _serve(
+        self,
+        listener: socket.socket,
+        record_now: Callable[[], Record] | None,
+        standing: Standing | None,
+        streams: FleetStreams | None,
+    ) -> Any:
         routes = api.routes(self._workers, self._coordinator, self._metrics, self._status)
         believer = believer_of(self._settings.fleet)
         if believer is not None and record_now is not None:
             routes += fleet_routes(believer, self._coordinator, record_now)
         app = build_app(
-            self._coordinator, proxy_settings(self._settings, self._adapter), routes=routes, believer=believer
+            self._coordinator,
+            proxy_settings(self._settings, self._adapter),
+            routes=routes,
+            elsewhere=streams,
+            permits=standing,
+            believer=believer,
         )
         app.on_response_prepare.append(api.counting(self._metrics))
         runner = make_runner(app)

@@ -4,9 +4,11 @@ import socket
 from pathlib import Path
 
 from ..session.errors import ConfigError
-from .config import Fleet
+from .config import Fleet, Settings
 from .fleet.proof import SecretBeliever, SecretProver
 from .fleet.record import Record, Role, member_name
+from .fleet_standing import Standing
+from .fleet_streams import FleetStreams
 from .replicas.credentials import CredentialFiles, read_credentials
 
 
@@ -25,6 +27,16 @@ def prover_of(fleet: Fleet) -> SecretProver:
             "read, the same on all nodes, and name it with --secret-file or fleet.secret_file"
         )
     return SecretProver(secret)
+
+
+def streams_of(standing: Standing | None, settings: Settings) -> FleetStreams | None:
+    """What a process knows of others' streams; None where it has no fleet, or keeps no streams."""
+    if standing is None or settings.proxy.reattach_s <= 0:
+        return None
+    secret = _secret(settings.fleet)
+    if secret is None:
+        return FleetStreams(standing)
+    return FleetStreams(standing, SecretProver(secret), SecretBeliever(secret))
 
 
 def node_name(fleet: Fleet) -> str:

@@ -1,4 +1,4 @@
-"""A node as a member of its fleet at the coordination service, for as long as it runs.
+"""A node or gateway as a member of its fleet at the coordination service, for as long as it runs.
 
 Owns what is told there, and when. Invariants: what a gateway reads there is what the node would say itself, at most a
 moment ago; a service that is silent when the node starts costs it its place in the fleet until it answers, and never
@@ -12,12 +12,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from ..session.errors import MidstreamError
-from .config import Fleet
+from .config import Settings
 from .fleet.backoff import Backoff
 from .fleet.coordination import Coordination, Membership
 from .fleet.opening import open_coordination
 from .fleet.presence import Presence
 from .fleet.record import MemberId, Record
+from .fleet_standing import Standing
 
 _LOG = logging.getLogger("midstream.fleet")
 
@@ -28,25 +29,34 @@ _RETRY_LARGEST_S = 10.0
 _LEAVE_S = 5.0
 
 
+def standing_of(settings: Settings) -> Standing | None:
+    """How this process will stand in its fleet; None without a service. ConfigError names the setting that is wrong.
+
+    A stream waits for its fence as long as it would for a worker.
+    """
+    if settings.fleet.coordination == "none":
+        return None
+    return Standing(open_coordination(settings.fleet), settings.restore.takeover_timeout_s)
+
+
 @asynccontextmanager
-async def as_member(fleet: Fleet, record_now: Callable[[], Record]) -> AsyncIterator[None]:
-    """While this lasts. ConfigError names the setting that is wrong."""
-    if fleet.coordination == "none":
+async def as_member(standing: Standing | None, record_now: Callable[[], Record], lease_s: int) -> AsyncIterator[None]:
+    """While this lasts."""
+    if standing is None:
         yield
         return
-    coordination = open_coordination(fleet)
-    staying = asyncio.create_task(stay(coordination, record_now, fleet.lease_s), name="fleet-member")
+    staying = asyncio.create_task(stay(standing, record_now, lease_s), name="fleet-member")
     try:
         yield
     finally:
         staying.cancel()
         await asyncio.wait({staying}, timeout=_LEAVE_S)
-        await coordination.close()
 
 
-async def stay(coordination: Coordination, record_now: Callable[[], Record], lease_s: int) -> None:
+async def stay(standing: Standing, record_now: Callable[[], Record], lease_s: int) -> None:
     """Join, tell each change, and leave when this is cancelled."""
-    presence = await _entered(coordination, record_now, lease_s)
+    presence = await _entered(standing.coordination, record_now, lease_s)
+    standing.entered(presence)
     try:
         told: Record | None = None
         while True:
@@ -70,5 +80,5 @@ async def _entered(coordination: Coordination, record_now: Callable[[], Record],
 
 
 async def _rejoined(membership: Membership, former: MemberId) -> None:
-    """The sessions of gateways have been left by these by then; those of clients of its own are nobody else's."""
+    """What was begun under the former lease has been broken off: it may be another's by then."""
     _LOG.warning("event=fleet_joined_again member=%s former=%s", membership.id, former)

@@ -84,6 +84,15 @@ class Membership(ABC):
     def may_send(self) -> bool:
         """Whether a token may be written now: the fence is open."""
 
+    @property
+    @abstractmethod
+    def is_lost(self) -> bool:
+        """Whether the lease is over for good."""
+
+    @abstractmethod
+    async def opened(self) -> bool:
+        """Return True once `may_send`, or False when the lease is over for good."""
+
     @abstractmethod
     def fence_s(self) -> float:
         """The time, by the clock of `clock.py`, at which the fence closes if no renewal is answered any more."""

@@ -93,6 +93,13 @@ class _LocalMembership(Membership):
     def may_send(self) -> bool:
         return not self.left.is_set()
 
+    @property
+    def is_lost(self) -> bool:
+        return self.left.is_set()
+
+    async def opened(self) -> bool:
+        return not self.left.is_set()
+
     def fence_s(self) -> float:
         return -math.inf if self.left.is_set() else math.inf
 

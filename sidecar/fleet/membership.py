@@ -61,6 +61,8 @@ class LeasedMembership(Membership):
         self._claims: dict[SessionId, Claim] = {}
         self._has_changed = asyncio.Event()
         self._is_lost = asyncio.Event()
+        # Set, and another one made, when the fence has moved or is lost.
+        self._fence_moved = asyncio.Event()
         self._is_silent = False
         self._task = asyncio.create_task(self._keep(), name=f"fleet-member-{member}")
 
@@ -72,6 +74,15 @@ class LeasedMembership(Membership):
     def may_send(self) -> bool:
         """Whether a token may be written now."""
         return self._fence.is_open(self._clock())
+
+    async def opened(self) -> bool:
+        """Return True once a token may be written, or False when the lease is over for good."""
+        while not self._fence.is_lost:
+            moved = self._fence_moved
+            if self.may_send():
+                return True
+            await moved.wait()
+        return False
 
     def fence_s(self) -> float:
         """When the fence closes if no renewal is answered any more."""
@@ -205,6 +216,7 @@ class LeasedMembership(Membership):
             within_s = min(TRY_S, self._lease_s / 3)
             granted_s = await bounded(self._service.name, self._service.renew(self.id), within_s)
             self._fence.renewed(asked_s, min(granted_s, self._lease_s))
+            self._tell_who_waits()
             self._renew_at_s = asked_s + self._lease_s / 3
         elif self._pending is not None:
             entry = self._pending
@@ -240,3 +252,8 @@ class LeasedMembership(Membership):
             self._fence.lose()
             self._informer.forget(self.id)
             self._is_lost.set()
+            self._tell_who_waits()
+
+    def _tell_who_waits(self) -> None:
+        self._fence_moved.set()
+        self._fence_moved = asyncio.Event()

@@ -146,13 +146,17 @@ class CoordinationContract:
         joined = await one.join(NODE, LEASE_S)
         lost = asyncio.create_task(joined.lost())
         assert joined.may_send()
+        assert await joined.opened()
         await asyncio.sleep(LEASE_S * 1.5)
         await eventually(joined.may_send)  # a machine that is busy may be late with a renewal
         assert not lost.done()
         [first, *_] = await until(other.watch(), lambda p: True)
         assert joined.id in first.members
+        assert not joined.is_lost
         await joined.leave()
         assert not joined.may_send()
+        assert joined.is_lost
+        assert not await joined.opened()
         assert joined.fence_s() == -math.inf
         await asyncio.wait_for(lost, 1)
         with pytest.raises(LeaseLost, match="join again"):

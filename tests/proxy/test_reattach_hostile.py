@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import secrets
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -11,6 +12,7 @@ from dataclasses import replace
 import aiohttp
 import pytest
 
+from midstream.proxy import reattach_elsewhere
 from midstream.proxy.event_ids import is_token
 from midstream.proxy.reattach import STREAMS_PATH
 from midstream.proxy.settings import ProxySettings
@@ -185,6 +187,14 @@ class Fleet:
         self.own_prefix = own_prefix
         self.urls: dict[str, str] = {}
         self.asked: list[str] = []
+        self.vouched: list[tuple[str, str, bytes]] = []
+
+    def vouch(self, method: str, target: str, body: bytes) -> str:
+        self.vouched.append((method, target, body))
+        return f"{method} {target} {len(body)}"
+
+    def believes(self, method: str, target: str, body: bytes, proof: str) -> str:
+        return "" if proof == f"{method} {target} {len(body)}" else "another proof"
 
     async def base_url_of(self, prefix: str) -> str | None:
         self.asked.append(prefix)
@@ -219,6 +229,44 @@ async def test_a_stream_of_another_node_is_fetched_from_there_and_each_node_is_a
         assert got.raw.endswith(again.raw)
         assert again.raw.count(b"\n\n") == got.raw.count(b"\n\n") - 10
         assert one.asked == ["other", "other"]
+        assert [said[:2] for said in one.vouched] == [
+            ("GET", STREAMS_PATH + token + "?from=0"),
+            ("POST", "/v1/completions"),
+        ]
+
+
+async def test_who_only_says_that_it_was_passed_on_is_refused_and_nothing_is_asked_for_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with two_nodes() as (here, there, one, _):
+        got = await there.complete(prompt="mine")
+        token = got.headers["X-Midstream-Stream"]
+        for client in (here, there):
+            async with client.session.get(
+                f"{client.url}{STREAMS_PATH}{token}?from=0", headers={"X-Midstream-Sent-On": "GET / 0"}
+            ) as answer:
+                assert (answer.status, (await answer.json())["error"]["code"]) == (401, "not_of_the_fleet")
+        assert one.asked == []
+        assert "why=another proof" in caplog.text
+
+
+async def test_a_node_that_does_not_answer_is_not_taken_for_one_that_has_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reattach_elsewhere, "_ANSWER_S", 0.3)
+    async with two_nodes() as (here, _, one, _), silent() as url:
+        token = secrets.token_urlsafe(16)
+        for one.urls["other"] in (url, "http://127.0.0.1:9"):
+            async with here.session.get(f"{here.url}{STREAMS_PATH}other~{token}?from=0") as answer:
+                assert (answer.status, (await answer.json())["error"]["code"]) == (503, "stream_out_of_reach")
+                assert int(answer.headers["Retry-After"]) > 0
+
+
+@asynccontextmanager
+async def silent() -> AsyncIterator[str]:
+    """Takes connections, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 async def test_a_stream_that_its_node_has_no_more_is_gone_everywhere_and_asked_for_once() -> None:

@@ -7,12 +7,13 @@ import pytest
 
 from midstream.session.errors import ConfigError, CoordinationError
 from midstream.sidecar import fleet_member
-from midstream.sidecar.config import Fleet
+from midstream.sidecar.config import Fleet, Settings
 from midstream.sidecar.fleet.coordination import Membership
 from midstream.sidecar.fleet.local import LocalCoordination
 from midstream.sidecar.fleet.record import Readiness, Record, Role
 from midstream.sidecar.fleet_access import node_url
-from midstream.sidecar.fleet_member import as_member, stay
+from midstream.sidecar.fleet_member import as_member, standing_of, stay
+from midstream.sidecar.fleet_standing import Standing
 
 READY = Record("a", Role.NODE, "http://a:1", readiness=Readiness.READY, slot_count=8)
 
@@ -39,7 +40,7 @@ async def until(fleet: LocalCoordination, wanted: list[str]) -> None:
 async def test_what_changes_is_told_and_the_end_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_member, "LOOK_EVERY_S", 0.01)
     fleet, node = LocalCoordination(), Node()
-    staying = asyncio.create_task(stay(fleet, node.now, 10))
+    staying = asyncio.create_task(stay(Standing(fleet, 5), node.now, 10))
     await until(fleet, ["ready"])
     node.record = replace(READY, readiness=Readiness.DRAINING)
     await until(fleet, ["draining"])
@@ -63,7 +64,7 @@ async def test_a_service_that_is_silent_at_first_is_asked_again(
             return await super().join(record, lease_s)
 
     fleet = SilentAtFirst()
-    staying = asyncio.create_task(stay(fleet, Node().now, 10))
+    staying = asyncio.create_task(stay(Standing(fleet, 5), Node().now, 10))
     await until(fleet, ["ready"])
     assert caplog.text.count("event=fleet_not_joined") == 2
     staying.cancel()
@@ -74,15 +75,21 @@ async def test_without_a_service_nothing_is_done() -> None:
     def never() -> Record:
         raise AssertionError
 
-    async with as_member(Fleet(), never):
+    assert standing_of(Settings(state_dir="x")) is None
+    async with as_member(None, never, 10):
         await asyncio.sleep(0)
 
 
 async def test_a_service_that_is_not_there_keeps_no_node_from_serving_or_ending() -> None:
-    fleet = Fleet(coordination="etcd", etcd_endpoints="http://127.0.0.1:9")
+    fleet = Fleet(coordination="etcd", etcd_endpoints="http://127.0.0.1:9", when_alone="stop")
+    standing = standing_of(Settings(state_dir="x", fleet=fleet))
+    assert standing is not None
     async with asyncio.timeout(8):
-        async with as_member(fleet, Node().now):
+        async with as_member(standing, Node().now, fleet.lease_s):
             await asyncio.sleep(0.2)
+            # It is nobody's yet whose sessions another could take up.
+            assert standing.now().may_send()
+        await standing.close()
 
 
 def test_where_a_node_is_reached_must_be_an_address() -> None:

@@ -164,7 +164,12 @@ async def test_a_fence_closes_while_etcd_is_stopped_and_only_that_of_who_stops_a
     await asyncio.sleep(closes_s - boot_clock_s() + 0.05)
     assert not stops.may_send()
     assert serves.may_send()
+    opening = asyncio.create_task(stops.opened())
+    await asyncio.sleep(0.2)
+    assert not opening.done()
     etcd.thaw()
+    # Its lease is still its own, or was given up; nobody else could say so.
+    assert await asyncio.wait_for(opening, 20) is stops.may_send()
 
 
 async def test_an_etcd_that_is_killed_and_started_again_finds_all_members_still_there(

@@ -1,0 +1,77 @@
+"""Passes a question about a stream on to whoever has it, and that one's answer back.
+
+Owns the header by which such a question is known, and its proof. Invariants: a question is passed on once, and never by
+a chain: one that came from another is answered here or not at all, and one that only says so is refused. Where the
+stream is, `elsewhere` says; the wait for a first word is bounded.
+"""
+
+import asyncio
+import logging
+import time
+
+import aiohttp
+from aiohttp import web
+
+from . import headers, problems
+from .elsewhere import Elsewhere
+from .fleet import Strangers
+from .passthrough import Passthrough, path_of
+from .problems import Problem
+from .upstream import Upstream, UpstreamLost, target
+
+_LOG = logging.getLogger("midstream.proxy")
+
+SENT_ON = "X-Midstream-Sent-On"
+# Whoever has the stream answers at once; one that hangs holds its client for no longer than that.
+_ANSWER_S = 10.0
+
+
+class AskElsewhere:
+    """The questions of one process about streams of others."""
+
+    def __init__(self, elsewhere: Elsewhere, upstream: Upstream, passthrough: Passthrough) -> None:
+        self._elsewhere = elsewhere
+        self._upstream = upstream
+        self._passthrough = passthrough
+        self._strangers = Strangers()
+
+    @property
+    def own_prefix(self) -> str:
+        """Of the tokens that are drawn here."""
+        return self._elsewhere.own_prefix
+
+    def refusal(self, request: web.Request, body: bytes | None) -> Problem | None:
+        """Why a request that says it was passed on is not believed; None if it is, or says nothing like that."""
+        proof = request.headers.get(SENT_ON)
+        if proof is None:
+            return None
+        why = self._elsewhere.believes(request.method, request.raw_path, body or b"", proof)
+        if not why:
+            return None
+        self._strangers.tell(request.remote, why, time.monotonic())
+        return problems.not_of_the_fleet()
+
+    async def ask(self, request: web.Request, prefix: str, body: bytes | None) -> web.StreamResponse | None:
+        """The answer of the one of that prefix; None where there is none, or the question came from another already."""
+        if SENT_ON in request.headers or prefix == self.own_prefix:
+            return None
+        base_url = await self._elsewhere.base_url_of(prefix)
+        if base_url is None:
+            return None
+        url = target(base_url, path_of(request))
+        sent = headers.towards_engine(request.headers)
+        sent[SENT_ON] = self._elsewhere.vouch(request.method, url.raw_path_qs, body or b"")
+        if body is not None:
+            sent.popall("Content-Length", None)
+        answer: aiohttp.ClientResponse | None = None
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                answer = await self._upstream.request(request.method, url, sent, body)
+        except (UpstreamLost, TimeoutError) as error:
+            _LOG.warning("event=stream_out_of_reach at=%s why=%s", base_url, error or "it does not answer")
+            return problems.out_of_reach().response(request.headers, request.path)
+        if answer.status == 401:
+            answer.close()
+            _LOG.warning("event=stream_out_of_reach at=%s why=it does not believe this process", base_url)
+            return problems.out_of_reach().response(request.headers, request.path)
+        return await self._passthrough.pass_on(request, answer)

@@ -1,0 +1,82 @@
+"""Where in the fleet a stream is that is not here, by the pictures of the coordination service.
+
+Owns the list of prefixes. Invariants: a token's prefix is the drawn part of the id of the member that drew it, so it
+names one life of one process, and never comes back; nobody is asked for it but that member, at the URL that it told the
+service itself; while the service is silent the last picture holds. What members say to each other is proven by the
+fleet's secret, where there is one.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from ..proxy.fleet import Unproven
+from ..proxy.headers import FLEET
+from .fleet.coordination import Picture
+from .fleet.proof import SecretBeliever, SecretProver
+from .fleet.record import MemberId
+from .fleet_standing import Standing
+
+# In a fleet without a secret a question is marked all the same: that keeps it from being passed on again.
+_UNPROVEN = "1"
+
+
+def prefix_of_member(member: MemberId) -> str:
+    """How the tokens begin that a member draws."""
+    return member.rpartition(".")[2]
+
+
+class FleetStreams:
+    """What one process knows of the others' streams."""
+
+    def __init__(
+        self, standing: Standing, prover: SecretProver | None = None, believer: SecretBeliever | None = None
+    ) -> None:
+        self._standing = standing
+        self._prover = prover
+        self._believer = believer
+        self._urls: dict[str, str] = {}
+
+    @asynccontextmanager
+    async def following(self) -> AsyncIterator[None]:
+        """While this lasts, what the service tells is known here."""
+        task = asyncio.create_task(self._follow(), name="fleet-streams")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _follow(self) -> None:
+        async for picture in self._standing.coordination.watch():
+            self.take(picture)
+
+    def take(self, picture: Picture) -> None:
+        """Who is there now. Who only fades may still have what its clients lack."""
+        self._urls = {prefix_of_member(member.id): member.record.url.rstrip("/") for member in picture.members.values()}
+
+    # ---- asked by the proxy
+
+    @property
+    def own_prefix(self) -> str:
+        """Of this life; none before the first, whose streams are found by nobody else."""
+        own = self._standing.id
+        return "" if own is None else prefix_of_member(own)
+
+    async def base_url_of(self, prefix: str) -> str | None:
+        """Where that member takes requests, if it is there."""
+        return self._urls.get(prefix)
+
+    def vouch(self, method: str, target: str, body: bytes) -> str:
+        """The proof of one request."""
+        return _UNPROVEN if self._prover is None else self._prover.headers(method, target, body)[FLEET]
+
+    def believes(self, method: str, target: str, body: bytes, proof: str) -> str:
+        """Why a request is not the fleet's; "" if it is."""
+        if self._believer is None:
+            return ""
+        try:
+            self._believer.check(method, target, proof).require(body)
+        except Unproven as error:
+            return str(error)
+        return ""
