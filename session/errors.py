@@ -10,6 +10,7 @@ MidstreamError
 ├── KeyMismatch        KV of one engine offered to another
 ├── CoordinationError  the fleet's coordination service did not do what it was asked, or did not say so
 │   └── LeaseLost      a member's lease is over for good; it has to join again
+├── ParkError          a process cannot be parked, or brought back
 ├── EngineError        an engine cannot be started or does not answer as its contract says
 └── Refused            no worker can take a session, or its policy forbids what could be done
 
@@ -55,6 +56,10 @@ class CoordinationError(MidstreamError):
 
 class LeaseLost(CoordinationError):
     """A member's lease is over for good."""
+
+
+class ParkError(MidstreamError):
+    """A process cannot be parked, or brought back."""
 
 
 class EngineError(MidstreamError):

@@ -49,11 +49,15 @@ _CALLING = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long each state may take. `lock_s` is told to the driver, too; `settle_s`: for a last look at the driver."""
+    """How long each state may take.
+
+    `lock_s` is told to the driver, whose answer has `answer_s` to come back; `settle_s`: for a last look at the driver.
+    """
 
     check_s: float = 20.0
     guest_s: float = 60.0
     lock_s: float = 10.0
+    answer_s: float = 5.0
     copy_s: float = 300.0
     unlock_s: float = 15.0
     settle_s: float = 10.0
@@ -305,8 +309,7 @@ def _enter(
         case ParkState.SAVING:
             limit_s, work = limits.guest_s, (Save(turn),)
         case ParkState.LOCKING:
-            # The driver ends its own wait; what is over it is for the answer to come back.
-            limit_s, work = limits.lock_s + 5.0, (Call(turn, Op.LOCK, of_all),)
+            limit_s, work = limits.lock_s + limits.answer_s, (Call(turn, Op.LOCK, of_all),)
         case ParkState.CHECKPOINTING:
             limit_s, work = limits.copy_s, (Call(turn, Op.CHECKPOINT, of_all),)
         case ParkState.RESTORING:
