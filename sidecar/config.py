@@ -274,6 +274,30 @@ class Gateway(_Part, frozen=True):
     ] = 3.0
 
 
+class Park(_Part, frozen=True):
+    """How workers and other CUDA processes are parked (docs/parking.md)."""
+
+    lock_s: Annotated[
+        float, Meta(ge=0.1, le=600, description="Time for what a process has launched to end, before a park is given up.")
+    ] = 10.0
+    copy_s: Annotated[
+        float,
+        Meta(ge=1, le=3600, description="Time for its memory to leave the GPU, or to come back, before it is lost."),
+    ] = 300.0
+
+
+class Cards(_Part, frozen=True):
+    """How the cards that workers run on are watched (docs/card.md)."""
+
+    poll_s: Annotated[
+        float, Meta(ge=0, le=3600, description="How often the state of each card is read; 0: cards are not watched.")
+    ] = 5.0
+    on_fault: Annotated[
+        Literal["move", "tell"],
+        Meta(description="What is done when a card is to be left: its sessions are moved, or it is only told."),
+    ] = "move"
+
+
 class Log(_Part, frozen=True):
     """What is written to standard error."""
 
@@ -306,6 +330,8 @@ class Settings(_Part, frozen=True):
     fleet: Fleet = Fleet()
     gateway: Gateway = Gateway()
     replicas: Replicas = Replicas()
+    park: Park = Park()
+    cards: Cards = Cards()
     log: Log = Log()
 
     def replace(self, **changes: object) -> "Settings":
