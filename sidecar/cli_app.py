@@ -8,7 +8,17 @@ from typing import Annotated, Any
 import typer
 
 from ..session.errors import ConfigError
-from . import cli_check, cli_gateway, cli_inspect, cli_loadtest, cli_run, cli_sessions, cli_snapshots, cli_verify
+from . import (
+    cli_check,
+    cli_gateway,
+    cli_inspect,
+    cli_loadtest,
+    cli_park,
+    cli_run,
+    cli_sessions,
+    cli_snapshots,
+    cli_verify,
+)
 
 _HELP = """Keeps LLM answers going, at the exact token, when the worker that was writing them dies.
 
@@ -71,6 +81,8 @@ app.command("serve")(cli_run.serve)
 app.command("gateway")(cli_gateway.gateway)
 app.command("demo")(cli_run.demo)
 app.command("loadtest", context_settings={"allow_interspersed_args": False})(cli_loadtest.loadtest)
+app.command("park")(cli_park.park)
+app.command("unpark")(cli_park.unpark)
 app.command("status")(cli_inspect.status)
 app.command("doctor")(cli_check.doctor)
 app.command("verify", context_settings={"allow_interspersed_args": False})(cli_verify.verify)

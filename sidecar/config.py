@@ -278,7 +278,8 @@ class Park(_Part, frozen=True):
     """How workers and other CUDA processes are parked (docs/parking.md)."""
 
     lock_s: Annotated[
-        float, Meta(ge=0.1, le=600, description="Time for what a process has launched to end, before a park is given up.")
+        float,
+        Meta(ge=0.1, le=600, description="Time for what a process has launched to end, before a park is given up."),
     ] = 10.0
     copy_s: Annotated[
         float,

@@ -57,6 +57,10 @@ class ControlClient:
             async for piece in answer.content.iter_any():
                 yield piece
 
+    async def ask_worker(self, worker: str, verb: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Have a worker parked or brought back: where it came to rest (`state`, `text`, `ok`, `seconds`)."""
+        return await self._ask(f"/workers/{worker}/{verb}", body)
+
     async def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         async with self._posting(path, body) as answer:
             raw = await answer.read()
