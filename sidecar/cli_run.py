@@ -8,6 +8,7 @@ import typer
 
 from ..adapters.registry import adapter_for
 from ..session.errors import ConfigError, EngineError
+from .cli_engines import demo_command, require_demo_engine
 from .cli_options import (
     AsJson,
     Assignments,
@@ -22,9 +23,6 @@ from .cli_options import (
 )
 from .config import require_workers
 from .config_load import flag
-
-# As environments.py knows them, which is loaded only where one is built.
-DEMO_ENGINES = ("transformers", "vllm", "sglang")
 
 
 def run(
@@ -128,13 +126,11 @@ def demo(
 
     Sets up what it needs in a cache folder (MIDSTREAM_CACHE, default ~/.cache/midstream).
     """
-    if engine not in DEMO_ENGINES:
-        raise ConfigError(f'--engine: expected one of {", ".join(DEMO_ENGINES)}, got "{engine}"')
+    require_demo_engine(engine)
     if command:
         from . import environments
 
-        with environments.Progress() as progress:
-            argv, added = environments.demo_engine(engine, progress)
+        argv, added = demo_command(engine)
         print(json.dumps({"argv": argv, "env": added}) if as_json else environments.as_shell(argv, added))
         return 0
     from . import demo as demonstration

@@ -15,7 +15,7 @@ import typer
 from ..loadtest.verify.cuts import Way
 from ..loadtest.verify.prompts import MAX_TOKENS, built_in, read_prompts
 from ..session.errors import ConfigError
-from .cli_engines import assigned, require_command
+from .cli_engines import assigned, demo_command, require_command
 from .cli_options import AsJson, Assignments
 from .config import default_state_dir, parse_worker
 from .interruptible import run_interruptible
@@ -59,6 +59,10 @@ def verify(
     plants: Annotated[
         bool, typer.Option("--plants/--no-plants", help="Plant three faults and see whether they are found.")
     ] = True,
+    engine: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--engine", help="In place of a command: that of the demo (transformers, vllm, sglang)."),
+    ] = None,
     worker: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Option("--worker", metavar="[NAME=]URL", help="An engine that runs already; give two or more."),
@@ -90,11 +94,12 @@ def verify(
     midstream verify -- vllm serve MODEL
     midstream verify --prompts mine.jsonl --record proof.json --html proof.html -- vllm serve MODEL
     midstream verify --check proof.json -- vllm serve MODEL
+    midstream verify --engine sglang
 
     Exit status: 0 every answer was identical and every planted fault was found; 1 a restore changed an answer, or a
     planted fault was not found, or the record does not hold; 4 nothing failed, and not everything is proven.
     """
-    engines = _engines(command or [], worker or [], state_dir, assignments or [])
+    engines = _engines(command or [], worker or [], state_dir, assignments or [], engine)
     from ..loadtest.verify import record
     from ..loadtest.verify.html import page
     from ..loadtest.verify.plants import Fault
@@ -147,11 +152,16 @@ def _require_share_of_kills(share: float | None, ways: Sequence[Way]) -> None:
 
 
 def _engines(
-    command: Sequence[str], workers: Sequence[str], state_dir: str | None, assignments: Sequence[str]
+    command: Sequence[str],
+    workers: Sequence[str],
+    state_dir: str | None,
+    assignments: Sequence[str],
+    engine: str | None,
 ) -> "Engines":
-    if bool(command) == bool(workers):
+    if bool(command) + bool(workers) + (engine is not None) != 1:
         raise ConfigError(
-            "name what is to be verified: either the engine's command after --, or --worker URL twice or more"
+            "name what is to be verified: either the engine's command after --, or --worker URL twice or more, or "
+            "--engine"
         )
     from .verify_bench import SETTINGS, Engines
 
@@ -163,8 +173,11 @@ def _engines(
         return Engines((), tuple(beside), Path(state_dir or default_state_dir()), settings)
     if state_dir is not None:
         raise ConfigError("--state-dir goes with --worker; a sidecar of verify's own has a folder of its own")
+    environ: dict[str, str] = {}
+    if engine is not None:
+        command, environ = demo_command(engine)
     require_command(command)
-    return Engines(tuple(command), (), None, settings)
+    return Engines(tuple(command), (), None, settings, environ)
 
 
 def _parsed(text: str, index: int) -> Any:

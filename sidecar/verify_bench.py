@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -33,12 +33,13 @@ SETTINGS: Mapping[str, object] = {"store.snapshot_every_s": 86_400, "supervise.r
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """What is verified: a command that starts a worker, or workers that run."""
+    """What is verified: a command that starts a worker, with what its environment needs, or workers that run."""
 
     command: tuple[str, ...]
     beside: tuple[str, ...]
     state_dir: Path | None
     settings: dict[str, object]
+    environ: Mapping[str, str] = field(default_factory=dict)
 
 
 class Bench:
@@ -65,6 +66,7 @@ class Bench:
         self.sidecar = SidecarProcess(
             self._engines.command,
             workers=self._workers,
+            environ=self._engines.environ,
             settings=self._engines.settings,
             store=self.store,
             beside=self._engines.beside,

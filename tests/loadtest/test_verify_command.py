@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from midstream.loadtest.verify.verification import Options
-from midstream.sidecar import cli, verify_bench
+from midstream.sidecar import cli, environments, verify_bench
 from midstream.sidecar.cli_app import app
 
 
@@ -30,6 +30,8 @@ def own_signals() -> Iterator[None]:
         (("--worker", "http://127.0.0.1:1"), "two or more"),
         (("--worker", "http://127.0.0.1:1", "--", "vllm"), "name what is to be verified"),
         (("--worker", "a=nonsense", "--worker", "b=http://127.0.0.1:1"), "--worker a=nonsense"),
+        (("--engine", "sglang", "--", "vllm"), "name what is to be verified"),
+        (("--engine", "steam"), "expected one of transformers, vllm, sglang"),
         (("--ways", "teleport", "--", "true"), "--ways teleport"),
         (("--ways", "", "--", "true"), "--ways"),
         (("--state-dir", "/tmp/x", "--", "true"), "--state-dir goes with --worker"),
@@ -55,6 +57,20 @@ def test_what_cannot_be_meant_is_refused_before_anything_starts(
     shown = capsys.readouterr()
     assert shown.out == ""
     assert why in shown.err
+
+
+def test_the_demo_s_engine_is_started_with_what_its_environment_needs(
+    own_signals: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stop(engines: verify_bench.Engines, *_: object, **__: object) -> None:
+        raise Started(engines)
+
+    monkeypatch.setattr(environments, "demo_engine", lambda engine, _: (["true", engine], {"A": "b"}))
+    monkeypatch.setattr(verify_bench, "verify", stop)
+    with pytest.raises(Started) as caught:
+        app(["verify", "--engine", "sglang"], standalone_mode=False)
+    engines = caught.value.args[0]
+    assert (engines.command, dict(engines.environ)) == (("true", "sglang"), {"A": "b"})
 
 
 @pytest.mark.parametrize(

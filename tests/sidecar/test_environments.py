@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from midstream.session.errors import EngineError
-from midstream.sidecar import cli_run, environments
+from midstream.sidecar import cli_engines, environments
 from midstream.sidecar.environment_build import STAMP, built_once, clean_environ, output, pip, run
 
 # Builds `folder` slowly; a second one that runs at the same time would find the first one's file.
@@ -168,7 +168,7 @@ def run_python(code: str, environ: dict[str, str]) -> str:
 
 
 def test_the_demo_offers_every_engine_that_can_be_built() -> None:
-    assert cli_run.DEMO_ENGINES == environments.ENGINES
+    assert cli_engines.DEMO_ENGINES == environments.ENGINES
 
 
 def test_what_engines_need_is_what_the_project_says_it_needs() -> None:
