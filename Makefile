@@ -27,8 +27,8 @@ GPU_PATH = mkdir -p $(GPU_HOME)/place; eval "$$($(GPU_PYTHON) loadtest/gpu/place
 
 help:
 	@echo 'make demo [ENGINE=vllm]  a streamed answer survives the kill of its worker (or ENGINE=sglang)'
-	@echo 'make test                lint, types, all tests; vLLM and the embedded engine for real'
-	@echo 'make test-sglang         a real SGLang'
+	@echo 'make test                lint, types, all tests; vLLM, SGLang and the embedded engine for real'
+	@echo 'make test-sglang         all tests of a real SGLang'
 	@echo 'make test-tp             a real vLLM of two ranks: many interruptions in a row'
 	@echo 'make test-fleet          several hosts, as namespaces: lost, cut off, slow (root, Linux)'
 	@echo 'make test-fast           the same without engines, under a minute'
@@ -58,11 +58,12 @@ test-fast: lint
 	$(BIN)/pytest -q -o asyncio_debug=true -m 'not engine and not service and not gpu and not apart' $(TIMES) $(TESTS)
 
 test: lint
-	@echo 'engines: the first time this takes some minutes and about 6 GB'
+	@echo 'engines: the first time this takes some minutes and about 9 GB'
 	@export MIDSTREAM_TEST_TRANSFORMERS_PYTHON="$$($(ENSURE) transformers)"
 	export MIDSTREAM_TEST_TINY_MODEL="$$($(ENSURE) tiny-model)"
 	export MIDSTREAM_TEST_MODEL="$$($(ENSURE) model)"
 	export MIDSTREAM_TEST_VLLM_PYTHON="$$($(ENSURE) vllm)"
+	export MIDSTREAM_TEST_SGLANG_PYTHON="$$($(ENSURE) sglang)"
 	# Where they cannot be had their tests are skipped, and say so.
 	export MIDSTREAM_TEST_ETCD="$$($(ENSURE) etcd)"
 	export MIDSTREAM_TEST_MOONCAKE_PYTHON="$$($(ENSURE) mooncake)"
@@ -74,11 +75,12 @@ test: lint
 	suite -m 'not engine and not service and not gpu and not apart' $(TWO)
 	suite -m '(engine or service) and not gpu and not apart' $(TWO)
 
-# By itself: on two cores its starts, of three processes each, take as long as all others' tests together.
+# All of them, also those for which there is no time in `make test`; one has a vLLM beside it.
 test-sglang: $(READY)
-	@echo 'SGLang: the first time this takes some minutes and about 3 GB'
+	@echo 'SGLang: the first time this takes some minutes and about 6 GB'
 	@export MIDSTREAM_TEST_MODEL="$$($(ENSURE) model)"
 	export MIDSTREAM_TEST_SGLANG_PYTHON="$$($(ENSURE) sglang)"
+	export MIDSTREAM_TEST_VLLM_PYTHON="$$($(ENSURE) vllm)"
 	$(BIN)/pytest -v -ra $(TIMES) $(or $(TESTS),tests/adapters/sglang tests/cases -k sglang)
 
 test-tp: $(READY)

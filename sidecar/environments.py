@@ -72,12 +72,13 @@ SGLANG_ENVIRON = {
     "HF_HUB_OFFLINE": "1",
     "TORCHDYNAMO_DISABLE": "1",
 }
-# One page is a block of KV. Deterministic inference is what makes sampled answers go on exactly.
+# One page is a block of KV. Deterministic inference is what makes sampled answers go on exactly. On a CPU nothing can
+# overlap, and the overlapped schedule would only have each token wait for another step.
 SGLANG_OPTIONS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "xgrammar", "--dtype", "float32", "--enable-deterministic-inference"),
     *("--context-length", "2048", "--max-total-tokens", "8192", "--max-running-requests", "8"),
-    *("--mem-fraction-static", "0.3", "--skip-server-warmup", "--sleep-on-idle"),
+    *("--mem-fraction-static", "0.3", "--skip-server-warmup", "--sleep-on-idle", "--disable-overlap-schedule"),
 )
 
 NAMES = ("transformers", "vllm", "sglang", "model", "tiny-model", "etcd", "mooncake")

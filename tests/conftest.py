@@ -19,8 +19,8 @@ pytest.register_assert_rewrite("support")
 
 from support import forking  # noqa: E402
 from support.parsing import nothing_is_collected  # noqa: E402
+from support.sglang_rig import COMPACT, SglangRig  # noqa: E402
 from support.sglang_rig import PYTHON_VARIABLE as SGLANG_PYTHON  # noqa: E402
-from support.sglang_rig import SglangRig  # noqa: E402
 from support.vllm_rig import PYTHON_VARIABLE as VLLM_PYTHON  # noqa: E402
 from support.vllm_rig import Rig, whole_model  # noqa: E402
 
@@ -128,7 +128,7 @@ def vllm_pair() -> Iterator[Rig]:
 @pytest.fixture(scope="session")
 def sglang_pair() -> Iterator[Rig]:
     """The same of SGLang: a long prompt takes several steps."""
-    rig = SglangRig("--constrained-json-disable-any-whitespace", "--chunked-prefill-size", "128", workers=2)
+    rig = SglangRig(*COMPACT, "--chunked-prefill-size", "128", workers=2)
     try:
         rig.start()
         yield rig

@@ -97,5 +97,4 @@ def _grpc_port(port: int, env: Mapping[str, str]) -> dict[str, str]:
 
 def _missing_flags(argv: Sequence[str]) -> tuple[str, ...]:
     """What a command must say so that its sessions can be kept, unless it says otherwise."""
-    pages = () if flag_value(argv, "--page-size") is not None else ("--page-size", PAGE_SIZE)
-    return pages if "--disable-overlap-schedule" in argv else (*pages, "--disable-overlap-schedule")
+    return () if flag_value(argv, "--page-size") is not None else ("--page-size", PAGE_SIZE)

@@ -76,7 +76,6 @@ _RULES: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("disaggregation", _is_none_of("disaggregation_mode", ("null", None))),
     ("multiplexing", _set("enable_pdmux")),
     ("micro_batches", _set("enable_two_batch_overlap")),
-    ("overlap", lambda options: not options.disable_overlap_schedule),
     ("diffusion", _set("dllm_algorithm")),
     # Draws in a way of its own where no request of a batch limits its choice.
     ("on_policy", _set("rl_on_policy_target")),

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..guard import guarded, log, patch, report
 from ..plugin_settings import plugin_settings
+from . import overlap
 from .scheduler_side import SchedulerSide
 
 _side: SchedulerSide | None = None
@@ -22,6 +23,7 @@ def install() -> None:
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+    overlap.install()
     patch(Scheduler, "_add_request_to_queue", ("self", "req", "is_retracted"), _arriving)
     patch(Scheduler, "get_next_batch_to_run", ("self",), _stepping)
     patch(Scheduler, "abort_request", ("self", "recv_req"), _aborting)
@@ -85,6 +87,7 @@ def _arrives(side: SchedulerSide, request: Any) -> bool:
 def _stepping(original: Any) -> Any:
     def get_next_batch_to_run(self: Any) -> Any:
         if _side is not None:
+            overlap.settle(self, session_waits=_side.is_waiting)
             _before_step(_side)
         return original(self)
 

@@ -17,7 +17,7 @@ import uvloop
 from ...session.errors import MidstreamError
 from . import copying, exact, gap, overhead, probe
 from .clock import Clock
-from .kinds import KINDS
+from .kinds import KINDS, with_options
 from .models import write_large
 from .results import Results, table
 
@@ -64,7 +64,7 @@ def _run(part: str, options: argparse.Namespace, results: Results, clock: Clock)
     folder = options.out / part
     folder.mkdir(parents=True, exist_ok=True)
     small = options.home / "smollm2"
-    engine = KINDS[options.engine]
+    engine = with_options(KINDS[options.engine], options.engine_option)
     match part:
         case "probe":
             probe.measure(results)
@@ -90,6 +90,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder for figures and logs")
     parser.add_argument("--limit", type=float, default=570.0, help="seconds for all parts together")
     parser.add_argument("--engine", choices=sorted(KINDS), default="vllm", help="what overhead and exact run on")
+    parser.add_argument("--engine-option", action="append", default=[], help="one more word of its command; repeatable")
     parser.add_argument("--rounds", type=int, default=5, help="overhead: pairs of runs for each variant")
     parser.add_argument("--scenes", default=gap.SCENES, help="gap: strategy:STREAMSxPROMPT_TOKENS, with commas")
     parser.add_argument("--front-ends", type=int, default=4, help="gap: processes of each engine that read requests")

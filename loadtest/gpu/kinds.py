@@ -6,8 +6,8 @@ one. SGLang on a GPU was not tested before it is measured, so its engines are to
 
 import json
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,7 @@ def sglang_command(model: Path, *options: str) -> list[str]:
     """SGLang's command, without a port."""
     return [
         sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--served-model-name", SERVED_AS,
-        "--attention-backend", "triton", "--sampling-backend", "pytorch", "--page-size", "64",
-        "--disable-overlap-schedule", *options,
+        "--attention-backend", "triton", "--sampling-backend", "pytorch", "--page-size", "64", *options,
     ]  # fmt: skip
 
 
@@ -99,4 +98,15 @@ SGLANG = EngineKind(
     exact_options=("--enable-deterministic-inference",),
     unasked=frozenset({"min_p"}),
 )
+
+
+def with_options(kind: EngineKind, options: Sequence[str]) -> EngineKind:
+    """The same engine, told some more."""
+    if not options:
+        return kind
+    return replace(
+        kind, small=lambda: (*kind.small(), *options), large=lambda kv_bytes: (*kind.large(kv_bytes), *options)
+    )
+
+
 KINDS: Mapping[str, EngineKind] = {kind.name: kind for kind in (VLLM, SGLANG)}

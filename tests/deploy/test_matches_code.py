@@ -139,10 +139,8 @@ def test_an_engine_is_given_what_its_adapter_says(chart: Charts, kind: str) -> N
 
 
 def test_flags_of_the_users_are_not_given_twice(chart: Charts) -> None:
-    values = {"engine": {"kind": "sglang", "args": ["--page-size=32", "--disable-overlap-schedule"]}}
-    [engine] = chart.render(values).engines
+    [engine] = chart.render({"engine": {"kind": "sglang", "args": ["--page-size=32"]}}).engines
     assert [word for word in engine["args"] if "page-size" in word] == ["--page-size=32"]
-    assert engine["args"].count("--disable-overlap-schedule") == 1
 
 
 def test_a_command_of_the_users_gets_the_same_flags(chart: Charts) -> None:

@@ -167,7 +167,7 @@ def test_the_words_of_an_engine_are_found_in_its_source() -> None:
     assert {"hooks", "random_state"} <= found
     assert words_of(*SIDECAR_SOURCES) == {"no_pool", "no_plugin"}
     found = words_of(*SGLANG_SOURCES)
-    assert {"overlap", "lora", "page_size", "version", "hooks", "random_state", "attention", "multimodal"} <= found
+    assert {"lora", "page_size", "version", "hooks", "random_state", "attention", "multimodal"} <= found
 
 
 @pytest.mark.parametrize("case", FIELD_CASES)

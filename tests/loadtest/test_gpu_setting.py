@@ -22,7 +22,7 @@ from midstream.loadtest.gpu import __main__ as command
 from midstream.loadtest.gpu import copying, exact, fault
 from midstream.loadtest.gpu.engines import Engine, lives
 from midstream.loadtest.gpu.fleet import kill_core
-from midstream.loadtest.gpu.kinds import CONNECTOR, KINDS, SGLANG, EngineKind
+from midstream.loadtest.gpu.kinds import CONNECTOR, KINDS, SGLANG, EngineKind, with_options
 from midstream.loadtest.gpu.models import LARGE, write_large
 from midstream.loadtest.gpu.place import ROOT, place
 from midstream.loadtest.gpu.results import Figure, Results
@@ -80,7 +80,10 @@ def test_sglang_beside_a_sidecar_is_tried_on_a_gpu_and_one_alone_is_not_told_any
     assert not [name for name in alone._environ if "MIDSTREAM_" in name]
     argv = SGLANG.serve(tmp_path, *SGLANG.small())
     # What `midstream run` would add.
-    assert {"--disable-overlap-schedule", "--page-size"} <= set(argv)
+    assert "--page-size" in argv
+    assert with_options(SGLANG, ()) is SGLANG
+    told = with_options(SGLANG, ["--disable-overlap-schedule"])
+    assert told.small()[-1] == told.large(1 << 30)[-1] == "--disable-overlap-schedule"
 
 
 def test_sglang_is_asked_for_nothing_that_it_refuses() -> None:

@@ -13,7 +13,10 @@ from support.vllm_rig import Rig, whole_model
 
 PYTHON_VARIABLE = "MIDSTREAM_TEST_SGLANG_PYTHON"
 BLOCK_TOKENS = 64
+DETERMINISTIC, SERIAL = "--enable-deterministic-inference", "--disable-overlap-schedule"
 START_S = 240.0
+# A model that has nothing to say would fill an object with blanks for ever.
+COMPACT = ("--constrained-json-disable-any-whitespace",)
 
 
 def sglang_python() -> str:
@@ -24,10 +27,18 @@ def sglang_python() -> str:
     return python
 
 
-def sglang_command(*options: str, model: Path | None = None) -> list[str]:
-    """The command of one small worker, of the demo's model if of no other."""
+def sglang_command(
+    *options: str, model: Path | None = None, deterministic: bool = True, overlapped: bool = False
+) -> list[str]:
+    """The command of one small worker, of the demo's model if of no other.
+
+    One that is not deterministic has a prefix cache, and draws as it likes; `overlapped` is how SGLang schedules if it
+    is not told otherwise.
+    """
     command = [sglang_python(), "-m", "sglang.launch_server", "--model-path", str(model or whole_model())]
-    return [*command, "--served-model-name", "smollm2", *SGLANG_OPTIONS, *options]
+    left_out = {DETERMINISTIC: not deterministic, SERIAL: overlapped}
+    ours = [option for option in SGLANG_OPTIONS if not left_out.get(option)]
+    return [*command, "--served-model-name", "smollm2", *ours, *options]
 
 
 class SglangRig(Rig):
@@ -40,8 +51,11 @@ class SglangRig(Rig):
         settings: Mapping[str, object] | None = None,
         model: Path | None = None,
         store: Path | None = None,
+        environ: Mapping[str, str] | None = None,
+        deterministic: bool = True,
+        overlapped: bool = False,
     ) -> None:
-        command = sglang_command(*options, model=model)
-        environ = {**SGLANG_ENVIRON, forking.VARIABLE: "1"}
+        command = sglang_command(*options, model=model, deterministic=deterministic, overlapped=overlapped)
+        environ = {**SGLANG_ENVIRON, forking.VARIABLE: "1", **(environ or {})}
         self.workers = workers
         self.sidecar = SidecarProcess(command, workers=workers, environ=environ, settings=settings, store=store)

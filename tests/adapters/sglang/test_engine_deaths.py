@@ -5,7 +5,7 @@ What each answer asks of its engine goes on in the other one as if nothing had h
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import aiohttp
@@ -13,7 +13,7 @@ import pytest
 
 from midstream.loadtest.harness import Victim, kill_worker
 from support.sglang_features import DRAWN, PENALTIES, PERSON, STORY
-from support.sglang_rig import BLOCK_TOKENS
+from support.sglang_rig import BLOCK_TOKENS, COMPACT, SglangRig
 from support.vllm_rig import COMPLETIONS, Case, Rig, chat, completion, require_same, undisturbed
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -22,10 +22,21 @@ LONG_PROMPT = "The quick brown fox jumps over the lazy dog. " * 40
 SECRETS = ("PELICAN", "THUNDER", "VIOLIN", "MAGENTA")
 
 
-@pytest.fixture(scope="module")
-def rig(sglang_pair: Rig) -> Rig:
-    """A sidecar with two workers."""
-    return sglang_pair
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(False, id="serial"), pytest.param(True, id="overlapped", marks=pytest.mark.apart)],
+)
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """A sidecar with two workers, in either schedule."""
+    if not request.param:
+        yield request.getfixturevalue("sglang_pair")
+        return
+    rig = SglangRig("--chunked-prefill-size", "128", *COMPACT, workers=2, overlapped=True)
+    try:
+        rig.start()
+        yield rig
+    finally:
+        rig.stop()
 
 
 async def test_whatever_was_asked_goes_on_after_the_scheduler_is_killed(rig: Rig, http: aiohttp.ClientSession) -> None:

@@ -10,13 +10,13 @@ import pytest
 
 from support.moved_features import Feature, Results, of, require_same, run_all
 from support.sglang_features import FEATURES
-from support.sglang_rig import SglangRig
+from support.sglang_rig import COMPACT, SglangRig
 from support.vllm_rig import shallow_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-# A shallow model would fill an object with blanks for ever; a long prompt takes several steps.
-OPTIONS = ("--constrained-json-disable-any-whitespace", "--chunked-prefill-size", "128")
+# A long prompt takes several steps.
+OPTIONS = (*COMPACT, "--chunked-prefill-size", "128")
 
 
 @pytest.fixture(scope="module")

@@ -219,6 +219,61 @@ rig.allocator.clear()
 rig.check_pages()
 """
 
+# A loop's own: one result waits while the next step is made.
+OVERLAPPED = """
+import types
+from collections import deque
+from midstream.adapters import guard
+from midstream.adapters.sglang import overlap
+from sglang.srt.managers.scheduler import Scheduler
+
+processed = []
+Scheduler.process_batch_result = lambda self, batch, result: processed.append((batch, result))
+
+def batch(required):
+    orchestrator = types.SimpleNamespace(is_required=required)
+    return types.SimpleNamespace(reqs=[1], sampling_info=types.SimpleNamespace(penalizer_orchestrator=orchestrator))
+
+def scheduler(overlapped=True, running=False, last=False, queue=(("batch", "result"),)):
+    made = object.__new__(Scheduler)
+    made.enable_overlap, made.result_queue = overlapped, deque(queue)
+    made.running_batch, made.last_batch = batch(running), batch(last)
+    return made
+
+def settled(made, session_waits=False):
+    del processed[:]
+    overlap.settle(made, session_waits=session_waits)
+    return processed == [("batch", "result")]
+
+assert not settled(scheduler(), True), "without the hook the loop would process it again"
+overlap.install()
+assert guard.missing == []
+assert not settled(scheduler()) and not settled(scheduler(overlapped=False), True)
+assert not settled(scheduler(queue=()), True)
+assert settled(scheduler(running=True)) and settled(scheduler(last=True))
+made = scheduler()
+made.last_batch = None
+assert settled(made, True) and len(made.result_queue) == 1
+# Once is enough; and SGLang's loop finds something to take, of which nothing comes.
+assert not settled(made, True)
+made.process_batch_result(*made.result_queue.popleft())
+assert processed == [] and not made.result_queue
+made.process_batch_result("next", "one")
+assert processed == [("next", "one")]
+
+# What fails in SGLang's own function is SGLang's to see.
+def fails(self, batch, result):
+    raise RuntimeError("of SGLang's own")
+
+Scheduler.process_batch_result = fails
+overlap.install()
+try:
+    settled(scheduler(), True)
+    raise SystemExit("it was hidden")
+except RuntimeError:
+    pass
+"""
+
 
 @pytest.mark.parametrize(
     "program",
@@ -230,3 +285,7 @@ rig.check_pages()
 )
 def test_inside(program: str, tmp_path: Path) -> None:
     run_inside(RIG + program, tmp_path)
+
+
+def test_a_step_comes_to_its_end_before_a_session_joins_or_penalties_are_counted(tmp_path: Path) -> None:
+    run_inside(OVERLAPPED, tmp_path)

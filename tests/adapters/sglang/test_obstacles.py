@@ -9,7 +9,6 @@ from midstream.adapters.sglang.obstacles import TRIED, of_model, of_options
 from support.sglang_inside import run_inside
 
 SERVED: dict[str, Any] = {
-    "disable_overlap_schedule": True,
     "enable_lora": None,
     "lora_paths": None,
     "enable_hierarchical_cache": False,
@@ -29,7 +28,6 @@ OPTIONS = {
     "disaggregation": {"disaggregation_mode": "decode"},
     "multiplexing": {"enable_pdmux": True},
     "micro_batches": {"enable_two_batch_overlap": True},
-    "overlap": {"disable_overlap_schedule": False},
     "diffusion": {"dllm_algorithm": "x"},
     "on_policy": {"rl_on_policy_target": "fsdp"},
     "lora": {"enable_lora": True},
@@ -81,10 +79,10 @@ def test_a_version_that_was_not_tested_is_one() -> None:
 
 
 def test_what_only_was_not_tested_is_tried_where_somebody_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TRIED, "device,overlap")
+    monkeypatch.setenv(TRIED, "device,micro_batches")
     assert of_server(device="cuda") == []
     # It is known why the others are in the way.
-    assert of_server(device="cuda", disable_overlap_schedule=False) == ["overlap"]
+    assert of_server(device="cuda", enable_two_batch_overlap=True) == ["micro_batches"]
     assert of_options(SimpleNamespace(**SERVED), "0.5.16") == ["version"]
     monkeypatch.setenv(TRIED, "version")
     assert of_options(SimpleNamespace(**SERVED), "0.5.16") == []

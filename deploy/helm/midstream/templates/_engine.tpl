@@ -29,9 +29,6 @@
 {{- if not (has "--page-size" $flags) -}}
 {{- $args = concat $args (list "--page-size" "64") -}}
 {{- end -}}
-{{- if not (has "--disable-overlap-schedule" $flags) -}}
-{{- $args = append $args "--disable-overlap-schedule" -}}
-{{- end -}}
 {{- end -}}
 {{- toYaml (concat $args $given) -}}
 {{- end -}}
