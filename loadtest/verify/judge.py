@@ -11,7 +11,7 @@ from enum import StrEnum
 from itertools import combinations
 from typing import Any
 
-from ..client import Answer
+from ..client import HALF_A_CHARACTER, Answer
 from ..exactness import lost_and_duplicated
 
 
@@ -52,7 +52,10 @@ ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One answer, as far as two of them can be compared. `faults`: what was wrong with it, whatever it says."""
+    """One answer, as far as two of them can be compared. `faults`: what was wrong with it, whatever it says.
+
+    `half`: half a character came, and something after it. A model may write that undisturbed; then it is to come again.
+    """
 
     tokens: tuple[int, ...]
     text: str = ""
@@ -60,14 +63,15 @@ class Reading:
     finish: str = ""
     usage: tuple[Any, ...] = ()
     faults: tuple[str, ...] = ()
+    half: bool = False
 
     @classmethod
     def of(cls, answer: Answer) -> "Reading":
         """What a client read."""
-        faults = list(answer.violations)
+        faults = [violation for violation in answer.violations if violation != HALF_A_CHARACTER]
         if answer.error is not None:
             faults.append(f"error: {str(answer.error)[:300]}")
-        elif not answer.whole and not faults:
+        elif not answer.sound and not faults:
             faults.append("it did not end well")
         usage = answer.usage or {}
         return cls(
@@ -77,6 +81,7 @@ class Reading:
             answer.finish,
             (usage.get("prompt_tokens"), usage.get("completion_tokens")),
             tuple(faults),
+            HALF_A_CHARACTER in answer.violations,
         )
 
 
@@ -143,7 +148,7 @@ def settling(body: Mapping[str, Any]) -> Settling:
 
 def difference(wanted: Reading, got: Reading) -> Difference | None:
     """How `got` differs from `wanted`; None when no reader could tell."""
-    fields = ("tokens", "text", "logprobs", "finish", "usage")
+    fields = ("tokens", "text", "logprobs", "finish", "usage", "half")
     what = tuple(name for name in fields if getattr(wanted, name) != getattr(got, name))
     if not what:
         return None

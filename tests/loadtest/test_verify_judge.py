@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream.loadtest.client import Answer
+from midstream.loadtest.client import HALF_A_CHARACTER, Answer
 from midstream.loadtest.verify.judge import (
     ADVICE,
     Interruption,
@@ -185,4 +185,16 @@ def test_a_reading_keeps_what_was_wrong_with_an_answer() -> None:
     assert Reading.of(answer) == Reading((1,), "a", (), "stop", (2, None))
     assert Reading.of(Answer(error={"code": "x"})).faults == ("error: {'code': 'x'}",)
     assert Reading.of(Answer(done=True)).faults == ("it did not end well",)
-    assert Reading.of(Answer(violations=["half a character"])).faults == ("half a character",)
+    assert Reading.of(Answer(violations=["a second role"])).faults == ("a second role",)
+
+
+def test_half_a_character_is_the_restore_s_only_where_undisturbed_runs_have_none() -> None:
+    broken = Answer(
+        status=200, text="a\ufffdb", token_ids=[1, 2], finish="stop", violations=[HALF_A_CHARACTER], done=True
+    )  # fmt: skip
+    half = Reading.of(broken)
+    assert half.faults == ()
+    assert judge((half, half), half, Settling.GREEDY, EXACT).verdict is Verdict.IDENTICAL
+    whole = replace(half, half=False)
+    assert judge((whole, whole), half, Settling.GREEDY, EXACT).verdict is Verdict.RESTORE
+    assert judge((half, half), whole, Settling.GREEDY, EXACT).verdict is Verdict.RESTORE
