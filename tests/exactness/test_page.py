@@ -20,11 +20,13 @@ from support.exactness_page import NOTHING, PAGE, ROOT, NoRow, Reference, Row, t
 from support.features import FEATURES, NOT_OFFERED, Feature
 from support.obstacles import OBSTACLES
 from support.parsing import parsed
+from support.sglang_features import FEATURES as SGLANG_FEATURES
 from support.vllm_features import FEATURES as VLLM_FEATURES
 
 EMBEDDED = "tests/exactness/test_embedded_features.py"
 REFUSALS = "tests/exactness/test_embedded_refusals.py"
 VLLM = "tests/adapters/vllm/test_engine_features.py"
+SGLANG = "tests/adapters/sglang/test_engine_features.py"
 # What stands in the way in an engine is said by its plugin, and by the sidecar for one that has none.
 VLLM_SOURCES = (Path(vllm_obstacles.__file__), Path(vllm_identity.__file__))
 SGLANG_SOURCES = (Path(sglang_obstacles.__file__), Path(sglang_identity.__file__))
@@ -108,6 +110,12 @@ def test_every_feature_of_vllm_has_its_row(page: dict[str, list[Row]], name: str
     assert {row.vllm for row in found} == {next(f.outcome for f in VLLM_FEATURES if f.name == name)}
 
 
+@pytest.mark.parametrize("name", [feature.name for feature in SGLANG_FEATURES])
+def test_every_feature_of_sglang_has_its_row(page: dict[str, list[Row]], name: str) -> None:
+    found = of_case(page["feature of SGLang"], SGLANG, name)
+    assert {row.sglang for row in found} == {next(f.outcome for f in SGLANG_FEATURES if f.name == name)}
+
+
 def test_every_obstacle_of_a_request_has_its_row_and_its_request(page: dict[str, list[Row]]) -> None:
     assert {asked.word for asked in OBSTACLES} == {*NotResumable, *EventObstacle, *GenerateObstacle}
     passed = {word.value for word in NO_SESSION}
@@ -179,6 +187,7 @@ def test_every_case_from_the_field_has_its_row_and_its_tests(
     assert row.embedded in ("exact", NOT_HERE)
     named = [n for n in collected if f"::test_{case}_" in n and any(ref.covers(n) for ref in row.tests)]
     assert named, "no test of the case's own name is among them"
+    assert row.sglang == ("exact" if any("[sglang" in n for n in named) else NOTHING)
 
 
 def test_a_page_that_is_not_true_is_noticed() -> None:

@@ -13,10 +13,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "exactness.md"
 _TWO = ("vLLM", "embedded")
 _SGLANG = ("SGLang",)
+_ALL = (*_TWO, *_SGLANG)
 # The engines that a table tells of, by the first word of its header.
-HEADERS = {"feature": _TWO, "word": _TWO, "case": _TWO, "feature of SGLang": _SGLANG, "word of SGLang": _SGLANG}
+HEADERS = {"feature": _TWO, "word": _TWO, "case": _ALL, "feature of SGLang": _SGLANG, "word of SGLang": _SGLANG}
 NOTHING = "-"
-_REFERENCE = re.compile(r"`(?P<path>tests/[\w/]+\.py)(?:::(?P<test>\w+))?`(?: \[(?P<case>[^\]]+)\])?")
+_REFERENCE = re.compile(r"`(?P<path>tests/[\w/]+\.py)(?:::(?P<test>(?:\w+::)?\w+))?`(?: \[(?P<case>[^\]]+)\])?")
 
 
 @dataclass(frozen=True, slots=True)
