@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from ..session.ids import SessionId
 from ..session.marker import Marker
+from .gate import Gate
 from .policy import Policy
 
 
@@ -56,6 +57,7 @@ class Placement:
     when nothing is needed of the worker before this one any more: after a planned move, which leaves that one alive,
     its request must be kept until then. `front_ends` is how many processes of the worker read requests. A worker
     can be a whole node (`is_node`), which has workers of its own, and says itself what became of the session there.
+    Its stream is read only while its `gate` is open.
     """
 
     worker: str
@@ -67,6 +69,7 @@ class Placement:
     fetched: "asyncio.Future[None] | None" = None
     front_ends: int = 1
     is_node: bool = False
+    gate: Gate | None = None
 
 
 @dataclass(frozen=True, slots=True)

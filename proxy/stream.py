@@ -18,6 +18,7 @@ from ..session.errors import EngineError, Refused
 from . import headers, problems
 from .coordinator import Outcome, Placement, Reason
 from .fleet import takeovers_comment, takeovers_in, why_not_begun
+from .gate import Gate
 from .generation import Generation
 from .problems import Problem
 from .progress import Beat, Progress
@@ -170,6 +171,8 @@ class StreamHandler:
             while True:
                 try:
                     data = await read_some(answer)
+                    if placement.gate is not None and placement.gate.is_closed:
+                        await self._wait_at(placement.gate, placement, watch)
                     events = parser.feed(data) if data else parser.finish()
                     step = self._splicer.feed(self._heard(events, placement) if placement.is_node else events)
                 except UpstreamLost as lost:
@@ -204,6 +207,15 @@ class StreamHandler:
                     step = self._splicer.end_of_stream()
                     await self._send(step, placement)
                     return step
+
+    async def _wait_at(self, gate: Gate, placement: Placement, watch: Watch) -> None:
+        """Silence is the gate's, and not the worker's. Raises UpstreamLost where what was read is not to be used."""
+        watch.sending = True
+        passed = await gate.passed(placement.interrupted)
+        watch.sending = False
+        if not passed:
+            reason = placement.interrupted.result()
+            raise UpstreamLost(reason, f"the session was interrupted: {reason}")
 
     async def _judge_ending(self, step: Step, placement: Placement) -> Step:
         """Send an ending on, unless the engine noted elsewhere that it is none."""

@@ -274,6 +274,18 @@ class Gateway(_Part, frozen=True):
     ] = 3.0
 
 
+class Drain(_Part, frozen=True):
+    """How a node is emptied (docs/fleet.md)."""
+
+    moves_at_once: Annotated[
+        int, Meta(ge=1, le=256, description="Sessions of one node, or worker, that are moved at the same time.")
+    ] = 4
+    without_kv: Annotated[
+        Literal["stay", "recompute"],
+        Meta(description="What is done with sessions whose KV cannot be copied: left until the deadline, or moved."),
+    ] = "stay"
+
+
 class Park(_Part, frozen=True):
     """How workers and other CUDA processes are parked (docs/parking.md)."""
 
@@ -331,6 +343,7 @@ class Settings(_Part, frozen=True):
     fleet: Fleet = Fleet()
     gateway: Gateway = Gateway()
     replicas: Replicas = Replicas()
+    drain: Drain = Drain()
     park: Park = Park()
     cards: Cards = Cards()
     log: Log = Log()

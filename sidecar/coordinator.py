@@ -8,7 +8,7 @@ session goes on is `takeovers`' to find, and what that came to is `settling`'s t
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +34,7 @@ from .workers import Epoch, Worker, Workers
 _LOG = logging.getLogger("midstream.coordinator")
 
 HISTORY_MAX = 1000
+LENT_MAX = 65_536
 LOOK_EVERY_S = 0.02
 # Who owned a session before it came here; no worker's name can be that.
 ELSEWHERE = "(elsewhere)"
@@ -89,6 +90,7 @@ class SidecarCoordinator:
         self.operators = Operators(self._records, self.past, self._kv, self._branched, self._takeovers.fits)
         self._finishing: set[asyncio.Task[None]] = set()
         self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY_MAX)
+        self._lent: OrderedDict[SessionId, float] = OrderedDict()
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
@@ -135,7 +137,7 @@ class SidecarCoordinator:
 
     async def take_in(self, facts: SessionFacts, outputs: tuple[int, ...], *, unseen: bool = False) -> Placement:
         """A worker for a session that another node has lost; what is stored of it is used."""
-        if self.draining:
+        if self.draining and not self._is_lent(facts.session):
             raise self._draining()
         # An epoch of nobody here: nothing of it is there but what the store has.
         elsewhere = Place(facts.session, Epoch(ELSEWHERE, 0, None), facts.generation)
@@ -222,6 +224,9 @@ class SidecarCoordinator:
         for epoch in {id(p.epoch): p.epoch for p in (record.owner, record.source)}.values():
             self._workers.unassign(facts.session, epoch)
         self._history.append(told(record))
+        if self._is_lent(facts.session):
+            # It goes on elsewhere, or comes back: what is stored of it is still its own.
+            return
         self._finishing.add(task := asyncio.create_task(self._kv.finished(record)))
         task.add_done_callback(self._finishing.discard)
 
@@ -231,6 +236,23 @@ class SidecarCoordinator:
         if not ready:
             raise self._nobody()
         return min(ready, key=lambda w: w.session_count).url
+
+    # ---- sessions that leave
+
+    def in_flight(self) -> list[Record]:
+        """All sessions that run here."""
+        return list(self._records.values())
+
+    def lend(self, session: SessionId, for_s: float) -> None:
+        """Another node is about to go on with it; should that fail, it may come back within that time."""
+        now_s = time.monotonic()
+        self._lent[session] = now_s + for_s
+        self._lent.move_to_end(session)
+        while next(iter(self._lent.values())) <= now_s or len(self._lent) > LENT_MAX:
+            self._lent.popitem(last=False)
+
+    def _is_lent(self, session: SessionId) -> bool:
+        return self._lent.get(session, 0.0) > time.monotonic()
 
     # ---- told to people
 

@@ -26,6 +26,7 @@ from ..proxy.coordinator import Reason
 from ..proxy.server import build_app, make_runner
 from ..session.arena import create_arena
 from ..session.errors import ArenaError, LifelineError, MidstreamError
+from ..session.ids import SessionId
 from ..session.lifeline import create_lifeline, lifeline_of
 from ..session.ports import free_port, is_free
 from ..session.ticket import worker_dir, write_ticket
@@ -35,10 +36,14 @@ from .choice import Tier
 from .config import Listen, Settings
 from .control import Control, serving_control
 from .coordinator import CoordinatorSettings, SidecarCoordinator
+from .drain.here import Here
+from .drain.room import Rooms
+from .drain.saving import Bring, Saving
 from .fleet.record import Record
 from .fleet_access import believer_of, node_name, node_url, streams_of
-from .fleet_api import fleet_routes, node_record
+from .fleet_api import fleet_routes, node_record, proving
 from .fleet_member import as_member, standing_of
+from .fleet_moves import move_routes
 from .fleet_standing import Standing
 from .fleet_streams import FleetStreams
 from .hang import is_deaf, is_hung
@@ -52,6 +57,7 @@ from .processes import send
 from .proxy_settings import proxy_settings
 from .replicas import keeper as replicas
 from .replicas.keeper import ReplicasKeeper
+from .replicas.remotes import peer_at
 from .servants import HolderKeeper, MoverKeeper
 from .served_models import ServedModels
 from .state_dir import owned_state_dir, reachable_url, told_url
@@ -108,6 +114,8 @@ class _Daemon:
             memory=self._mover_client if self._keeps_in_memory else None,
             replicas=self._mover_client if self._replicas is not None else None,
         )
+
+        self._here = Here(self._workers, self._coordinator, self._holder.sizes, settings.arena.slot_count)
 
     # ---- life
 
@@ -229,7 +237,16 @@ class _Daemon:
             name=node_name(fleet),
             url=node_url(fleet, self._settings.listen.host, self._told_url(listener)),
             slots=self._settings.arena.slot_count,
+            replicas=self._replicas_url(listener),
         )
+
+    def _replicas_url(self, listener: socket.socket) -> str:
+        """Where this node keeps snapshots of others, if it does."""
+        settings = self._settings.replicas
+        if not settings.memory_bytes or not settings.listen:
+            return ""
+        url = node_url(self._settings.fleet, self._settings.listen.host, self._told_url(listener))
+        return peer_at(settings.listen, url)
 
     def _ready_engines(self) -> dict[str, str]:
         ready = self._workers.ready()
@@ -246,6 +263,7 @@ class _Daemon:
         believer = believer_of(self._settings.fleet)
         if believer is not None and record_now is not None:
             routes += fleet_routes(believer, self._coordinator, record_now)
+            routes += move_routes(proving(believer), self._here, Rooms(), Saving(self._coordinator, self._bring))
         app = build_app(
             self._coordinator,
             proxy_settings(self._settings, self._adapter),
@@ -439,6 +457,19 @@ class _Daemon:
                 self._workers.became(worker, WorkerState.DEAD, "hung: its sessions got no token, or it answers nothing")
         finally:
             self._checking.discard(epoch.id)
+
+    # ---- sessions that leave
+
+    @property
+    def _bring(self) -> Bring | None:
+        replicas = self._replicas
+        if replicas is None:
+            return None
+
+        async def bring(session: SessionId, to: str, within_s: float) -> dict[str, Any]:
+            return await replicas.bring(session, to, within_s=within_s)
+
+        return bring
 
     # ---- mover
 

@@ -3,11 +3,11 @@
 Invariant: nothing is told to who does not prove to be of the fleet. It decides nothing.
 """
 
+import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from importlib.metadata import version
-from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -27,13 +27,30 @@ LIFE = "X-Midstream-Life"
 # From which part of its slots on a node is busy; full it is when each has a session.
 _BUSY = 0.75
 
-Handler = Callable[[web.Request], Any]
+# A request of a proven member has at most so much of a body.
+BODY_BYTES_MAX = 256 << 10
+BODY_S = 10.0
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Answer = Callable[[web.Request, bytes], Awaitable[web.StreamResponse]]
+# Makes a handler of what answers a request that has proved itself, and its body.
+Proven = Callable[[Answer], Handler]
 
 
 def node_record(
-    workers: Workers, coordinator: SidecarCoordinator, models: ServedModels, *, name: str, url: str, slots: int
+    workers: Workers,
+    coordinator: SidecarCoordinator,
+    models: ServedModels,
+    *,
+    name: str,
+    url: str,
+    slots: int,
+    replicas: str = "",
 ) -> Record:
-    """What a node says of itself; `slots` is how many sessions each of its workers can have."""
+    """What a node says of itself; `slots` is how many sessions each of its workers can have.
+
+    `replicas` is where it keeps snapshots of others.
+    """
     ready = workers.ready()
     readiness = Readiness.DRAINING if coordinator.draining else Readiness.READY if ready else Readiness.NOT_READY
     keys = {w.current.key.digest() for w in ready if w.current is not None and w.current.key is not None}
@@ -48,6 +65,7 @@ def node_record(
         keys=tuple(sorted(keys)),
         slot_count=slot_count,
         version=version("midstream"),
+        replicas=replicas,
     )
 
 
@@ -58,28 +76,52 @@ def load_of(sessions: int, slot_count: int) -> Load:
     return Load.BUSY if sessions >= _BUSY * slot_count else Load.IDLE
 
 
+async def _bounded_body(request: web.Request) -> bytes:
+    """Raises Unproven where it is longer, or slower, than any that the fleet sends."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            while piece := await request.content.readany():
+                body += piece
+                if len(body) > BODY_BYTES_MAX:
+                    raise Unproven(f"a body of more than {BODY_BYTES_MAX} bytes")
+    except TimeoutError:
+        raise Unproven(f"its body did not come within {BODY_S:g} s") from None
+    return bytes(body)
+
+
+def proving(believer: Believer) -> Proven:
+    """How routes are made that answer the fleet alone."""
+    strangers = Strangers()
+
+    def proven(answer: Answer) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                claimed = believer.check(request.method, request.raw_path, request.headers.get(headers.FLEET, ""))
+                # Nothing of a body is read before its sender is known.
+                body = await _bounded_body(request)
+                claimed.require(body)
+            except Unproven as error:
+                strangers.tell(request.remote, str(error), time.monotonic())
+                return problems.not_of_the_fleet().response(request.headers, request.path)
+            return await answer(request, body)
+
+        return handle
+
+    return proven
+
+
 def fleet_routes(
     believer: Believer, coordinator: SidecarCoordinator, record_now: Callable[[], Record]
 ) -> list[web.RouteDef]:
     """The routes, to be put before the proxy's. `record_now` is what the node says of itself."""
     life = secrets.token_hex(8)
-    strangers = Strangers()
+    proven = proving(believer)
 
-    def proven(answer: Callable[[web.Request], web.Response]) -> Handler:
-        async def handle(request: web.Request) -> web.Response:
-            try:
-                believer.check(request.method, request.raw_path, request.headers.get(headers.FLEET, "")).require(b"")
-            except Unproven as error:
-                strangers.tell(request.remote, str(error), time.monotonic())
-                return problems.not_of_the_fleet().response(request.headers, request.path)
-            return answer(request)
-
-        return handle
-
-    def node(_: web.Request) -> web.Response:
+    async def node(_: web.Request, __: bytes) -> web.StreamResponse:
         return web.Response(text=encode(record_now()), content_type="application/json", headers={LIFE: life})
 
-    def session(request: web.Request) -> web.Response:
+    async def session(request: web.Request, _: bytes) -> web.StreamResponse:
         told = coordinator.told_of(request.match_info["session"])
         body = b"{}" if told is None else msgspec.json.encode(told)
         return web.Response(status=404 if told is None else 200, body=body, content_type="application/json")

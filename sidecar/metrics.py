@@ -42,6 +42,23 @@ class Metrics:
             buckets=_GAPS_S,
             registry=registry,
         )
+        self.drain_pause_s = Histogram(
+            "midstream_drain_pause_seconds",
+            "Planned moves: how long a client was sent nothing, from the close of its gate to the next new token.",
+            buckets=_GAPS_S,
+            registry=registry,
+        )
+        self.drain_moves = Counter(
+            "midstream_drain_moves",
+            "Sessions of what drains: moved, or why not.",
+            ("result",),
+            registry=registry,
+        )
+        self.drain_left = Gauge(
+            "midstream_drain_sessions_left",
+            "Sessions that a drain still waits for; 0 where none is under way.",
+            registry=registry,
+        )
         self.restore_s = Histogram(
             "midstream_restore_seconds",
             "Time to bring the KV of one session into its new worker.",

@@ -93,6 +93,32 @@ class Operators:
         """Store a session as it is now. Raises Refused."""
         return await self._kv.snapshot(self._in_flight(session))
 
+    async def stored_now(self, session: SessionId) -> tuple[StoredResult, tuple[int, ...]]:
+        """Store a session as it is now, to go on elsewhere: what is stored, and the outputs that it covers.
+
+        Raises Refused, also where its end is journaled already, so that there is nothing to go on with.
+        """
+        record = self._to_leave(session)
+        generation = record.owner.generation
+        stored = await self._kv.snapshot(record)
+        if stored.generation != generation or record.owner.generation != generation:
+            raise Refused("busy", f"session {session} was taken up elsewhere meanwhile; ask again")
+        return stored, self.written(session)[: stored.outputs]
+
+    def written(self, session: SessionId) -> tuple[int, ...]:
+        """What a session has written so far. Raises Refused as above."""
+        record = self._to_leave(session)
+        slot = record.owner.slot()
+        if slot is not None and slot.finish:
+            raise Refused("ended", f"session {session} has come to its end, which its client is about to read")
+        return () if slot is None else record.owner.journal(slot)
+
+    def _to_leave(self, session: SessionId) -> Record:
+        record = self._in_flight(session)
+        if record.interrupted.done() or not _goes_on(record):
+            raise Refused("busy", f"session {session} is being taken up just now; ask again when it goes on")
+        return record
+
     async def fork(self, parent: SessionId, at: int, changes: Mapping[str, Any]) -> tuple[SessionFacts, Placement]:
         """A new session that goes on after the first `at` outputs of another. Raises Refused.
 

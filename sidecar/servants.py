@@ -86,6 +86,14 @@ class HolderKeeper:
             os.close(fd)
             self._metas[pool] = meta
 
+    def sizes(self, pool: str) -> tuple[int, int] | None:
+        """How many blocks a pool has, and how many positions are in one; None where that is not known."""
+        layout = self._metas.get(pool, {}).get("layout")
+        if not isinstance(layout, Mapping):
+            return None
+        count, tokens = layout.get("block_count"), layout.get("block_tokens")
+        return (count, tokens) if type(count) is int and type(tokens) is int else None
+
     def forget(self, pool: str) -> None:
         """Let a pool go: with its last descriptor its memory is free."""
         self._metas.pop(pool, None)

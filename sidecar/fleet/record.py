@@ -66,6 +66,7 @@ class Record:
     slot_count: int = 0  # sessions that it can have in flight
     zone: str = ""
     version: str = ""  # of midstream
+    replicas: str = ""  # where it keeps others' snapshots in its memory: peer://HOST:PORT, or nowhere
     formerly: MemberId | None = None  # the same process under the lease that it lost
 
     def __post_init__(self) -> None:
@@ -77,7 +78,7 @@ class Record:
             words = getattr(self, field)
             if len(words) > _LIST_MAX or any(not word or len(word) > _TEXT_MAX for word in words):
                 raise ValueError(f"{field}: expected at most {_LIST_MAX} texts of at most {_TEXT_MAX} characters")
-        for field in ("zone", "version"):
+        for field in ("zone", "version", "replicas"):
             if len(getattr(self, field)) > _TEXT_MAX:
                 raise ValueError(f"{field}: expected at most {_TEXT_MAX} characters")
         if not 0 <= self.slot_count <= _SLOTS_MAX:
@@ -139,6 +140,7 @@ def decode(text: str) -> Record:
 
 def _from_json(body: Mapping[str, Any]) -> Record:
     texts = {field: body.get(field) for field in ("name", "role", "url", "readiness", "load", "zone", "version")}
+    texts["replicas"] = body.get("replicas", "")
     lists = {field: body.get(field) for field in ("models", "keys")}
     slots, formerly = body.get("slot_count"), body.get("formerly")
     for field, value in texts.items():
@@ -162,6 +164,7 @@ def _from_json(body: Mapping[str, Any]) -> Record:
         slot_count=slots,
         zone=str(texts["zone"]),
         version=str(texts["version"]),
+        replicas=str(texts["replicas"]),
         formerly=None if formerly is None else MemberId(formerly),
     )
 

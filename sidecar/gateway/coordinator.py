@@ -1,8 +1,9 @@
 """The gateway's coordinator: its workers are nodes, which have workers of their own.
 
-Owns the sessions of this gateway, from admission to end. Invariants: a session is on one node at a time; what a client
-has is a prefix of what the next node is told to go on from; a session of which nothing has begun anywhere asks each
-node once, and waits for none. How a node restores it is the node's business, and what that came to is its to say.
+Owns the sessions of this gateway, from admission to end; what is done for those of nodes that drain is `moves`'s.
+Invariants: a session is on one node at a time; what a client has is a prefix of what the next node is told to go on
+from; a session of which nothing has begun anywhere asks each node once, and waits for none. How a node restores it is
+the node's business, and what that came to is its to say.
 """
 
 import asyncio
@@ -14,17 +15,22 @@ from contextlib import suppress
 from typing import Any
 
 from ...proxy.coordinator import Outcome, Placement, Reason, SessionFacts
+from ...proxy.gate import Gate
 from ...proxy.policy import Policy
 from ...proxy.problems import NOT_EXACT
 from ...proxy.sessions import GENERATIONS_OF_A_GATEWAY
 from ...session.errors import Refused
 from ...session.ids import SessionId
 from ...session.marker import KvSource, Marker, Resume
+from ..choice import known_outputs
+from ..fleet.record import Readiness
 from ..metrics import Metrics
 from ..session_record import NO_HASH
 from .beginning import beginning_of
+from .moves import Moves, MoveSettings
 from .node_table import NodeTable
 from .nodes import Node, choose
+from .orders import Orders
 from .session import Session, Stay, told
 from .verdicts import Verdicts
 
@@ -36,35 +42,49 @@ RETRY_AFTER_S = 2
 FAILURES_MAX = 2
 # How often who waits for a node looks again even if nothing was announced: suspicions end by themselves.
 LOOK_AGAIN_S = 0.5
+READY, DRAINING = Readiness.READY, Readiness.DRAINING
 
 
 class GatewayCoordinator:
-    """Decides on which node each session is. `attach` comes first."""
+    """Decides on which node each session is. Without `orders` none is taken away from a node that drains."""
 
-    def __init__(self, metrics: Metrics, verdicts: Verdicts, *, takeover_timeout_s: float) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        verdicts: Verdicts,
+        orders: Orders | None = None,
+        *,
+        takeover_timeout_s: float,
+        moves: MoveSettings = MoveSettings(),  # noqa: B008 - frozen
+    ) -> None:
         self._metrics = metrics
         self._verdicts = verdicts
         self._takeover_timeout_s = takeover_timeout_s
         self._sessions: dict[SessionId, Session] = {}
-        self._interrupted: dict[SessionId, asyncio.Future[Reason]] = {}
         self._asking: dict[SessionId, asyncio.Task[None]] = {}
         self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY_MAX)
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self.nodes = NodeTable(on_lost=self._node_lost, on_change=self._nodes_changed)
+        self.moves = Moves(self.nodes, self._sessions, orders, metrics, moves) if orders is not None else None
         self.draining = False
 
     # ---- told by the table of nodes
 
     def _node_lost(self, node: str) -> None:
-        for id, session in self._sessions.items():
-            if session.stay.node == node and not self._interrupted[id].done():
-                self._interrupted[id].set_result(Reason.NODE_LOST)
+        for session in self._sessions.values():
+            if session.stay.node == node:
+                session.interrupt(Reason.NODE_LOST)
 
     def _nodes_changed(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+        self._look_for_drains()
+
+    def _look_for_drains(self) -> None:
+        if self.moves is not None:
+            self.moves.look()
 
     # ---- asked by the proxy
 
@@ -82,9 +102,9 @@ class GatewayCoordinator:
         if node is None:
             raise self._nobody(facts)
         stay = Stay(node.id, 1, node.keys)
-        self._sessions[facts.session] = Session(facts, [stay], now_s)
+        self._sessions[facts.session] = session = Session(facts, [stay], now_s)
         self._idle.clear()
-        return self._placed(facts, node, stay, ())
+        return self._placed(session, node, stay, ())
 
     async def take_in(self, facts: SessionFacts, outputs: tuple[int, ...], *, unseen: bool = False) -> Placement:
         """Gateways are no nodes."""
@@ -103,23 +123,25 @@ class GatewayCoordinator:
         session = self._sessions[facts.session]
         await self._stop_asking(facts.session)
         self._leave(session, reason, len(delivered))
-        node = await self._next(session)
+        outputs = self._outputs(session, reason, delivered)
+        node = self._move_target(session) or await self._next(session)
         generation = session.stay.generation + 1
         if generation > GENERATIONS_OF_A_GATEWAY:
             raise Refused("takeovers_exhausted", f"the session had {generation - 1} owners; send it again")
         # Who has text of which nobody saw the ids can go on from nothing, and is to be told so.
-        resume = Resume(tuple(delivered), KvSource.NONE, NO_HASH) if delivered or unseen else None
+        resume = Resume(outputs, KvSource.NONE, NO_HASH) if outputs or unseen else None
         why = session.stay.reason if session.since_s is None else session.reason
         stay = Stay(node.id, generation, node.keys, why, resumes=resume is not None)
         self.nodes.add_open(session.stay.node, -1)
         session.move_to(stay)
-        return self._placed(facts, node, stay, tuple(delivered), resume)
+        return self._placed(session, node, stay, outputs, resume)
 
     def resumed(self, facts: SessionFacts, placement: Placement, gap_s: float) -> None:
         """Something new came from the next node."""
         session = self._sessions[facts.session]
         self._metrics.client_gap_s.observe(gap_s)
         session.since_s, session.stay.gap_ms = None, round(gap_s * 1000, 1)
+        self._moved(session)
         _LOG.info(
             "event=resumed session=%s node=%s generation=%d reason=%s gap_ms=%.1f",
             facts.session, session.stay.node, session.stay.generation, session.stay.reason, session.stay.gap_ms,
@@ -172,7 +194,7 @@ class GatewayCoordinator:
         session = self._sessions.pop(facts.session, None)
         if session is None:
             return
-        del self._interrupted[facts.session]
+        session.move_over()
         self._metrics.tokens_sent.inc(tokens or 0)
         self.nodes.add_open(session.stay.node, -1)
         if not self._sessions:
@@ -213,13 +235,51 @@ class GatewayCoordinator:
     # ---- takeovers
 
     def _placed(
-        self, facts: SessionFacts, node: Node, stay: Stay, expected: tuple[int, ...], resume: Resume | None = None
+        self, session: Session, node: Node, stay: Stay, expected: tuple[int, ...], resume: Resume | None = None
     ) -> Placement:
         interrupted: asyncio.Future[Reason] = asyncio.get_running_loop().create_future()
-        self._interrupted[facts.session] = interrupted
         self.nodes.add_open(node.id, 1)
-        marker = Marker(facts.session, stay.generation, resume)
-        return Placement(node.id, node.url, marker, interrupted, expected=expected, is_node=True)
+        if not node.is_ready:
+            # It has come back to a node that would be rid of it.
+            self._look_for_drains()
+        marker = Marker(session.facts.session, stay.generation, resume)
+        session.placement = Placement(
+            node.id, node.url, marker, interrupted, expected=expected, is_node=True, gate=Gate()
+        )
+        return session.placement
+
+    def _outputs(self, session: Session, reason: Reason, delivered: Sequence[int]) -> tuple[int, ...]:
+        """What the next node re-enters: what the client has, or what its last one had written when it was saved."""
+        if reason is not Reason.MOVE or session.move is None:
+            return tuple(delivered)
+        return known_outputs(session.move.outputs, delivered) or tuple(delivered)
+
+    def _move_target(self, session: Session) -> Node | None:
+        """Where a planned move is to go, if it is still to be had; should it fail, it is known who has everything."""
+        move = session.move
+        if move is None or session.back:
+            # None, or one that has failed: that is a takeover like any other.
+            session.move_over()
+            return None
+        session.back = move.source
+        node, now_s = self.nodes.get(move.target), time.monotonic()
+        never = session.avoided(now_s) | self.nodes.suspects(now_s)
+        return node if node is not None and node.is_ready and node.id not in never else None
+
+    def _moved(self, session: Session) -> None:
+        """It goes on somewhere: is that where it was to go?"""
+        move = session.move
+        session.back = ""
+        came = move is not None and session.stay.node == move.target
+        if session.move_over(came=came) is not None and move is not None:
+            self._metrics.drain_moves.labels("moved" if came else "elsewhere").inc()
+            self._metrics.drain_pause_s.observe(time.monotonic() - move.closed_s)
+
+    def _giver(self, session: Session, never: frozenset[str]) -> Node | None:
+        """The node that a failed move was to take it from, which has all of it, and takes it back."""
+        node = self.nodes.get(session.back)
+        has_it = node is not None and node.record is not None and node.record.readiness in (READY, DRAINING)
+        return node if node is not None and has_it and node.id not in never else None
 
     def _leave(self, session: Session, reason: Reason, delivered: int) -> None:
         """What the interruption says of the node, and of the session there. Raises Refused."""
@@ -259,12 +319,13 @@ class GatewayCoordinator:
         facts, beginning = session.facts, beginning_of(session.facts.body)
         while True:
             changed, now_s = self._changed, time.monotonic()
-            node = choose(
+            never = session.avoided(now_s) | self.nodes.suspects(now_s)
+            node = self._giver(session, never) or choose(
                 self.nodes.all(),
                 model=_model(facts),
                 beginning=beginning,
                 keys=session.stay.keys,
-                never=session.avoided(now_s) | self.nodes.suspects(now_s),
+                never=never,
                 rather_not=session.rather_not,
             )
             if node is not None:

@@ -17,7 +17,9 @@ from ..listening import listen
 from ..metrics import Metrics
 from ..proxy_settings import proxy_settings
 from .coordinator import GatewayCoordinator
+from .moves import MoveSettings
 from .node_watch import NodeWatch
+from .orders import Orders
 from .picture_watch import PictureWatch
 from .routes import routes
 from .urls import node_urls
@@ -37,8 +39,13 @@ class _Gateway:
         self._metrics = Metrics()
         self._prover = prover_of(settings.fleet)
         self._verdicts = Verdicts(self._prover)
+        self._orders = Orders(self._prover)
         self._coordinator = GatewayCoordinator(
-            self._metrics, self._verdicts, takeover_timeout_s=settings.restore.takeover_timeout_s
+            self._metrics,
+            self._verdicts,
+            self._orders,
+            takeover_timeout_s=settings.restore.takeover_timeout_s,
+            moves=MoveSettings(settings.drain.moves_at_once, settings.drain.without_kv == "recompute"),
         )
         # With a service nobody has to be named, and nobody is asked.
         self._urls = node_urls(settings.gateway.nodes) if settings.fleet.coordination == "none" else {}
@@ -54,6 +61,9 @@ class _Gateway:
             listener = listen(self._settings.listen.host, self._settings.listen.port)
             stack.callback(listener.close)
             await stack.enter_async_context(self._verdicts)
+            await stack.enter_async_context(self._orders)
+            if self._coordinator.moves is not None:
+                stack.push_async_callback(self._coordinator.moves.close)
             watch = await self._watch(stack)
             following = asyncio.create_task(watch.follow(), name="nodes")
             stack.push_async_callback(_cancelled, following)

@@ -5,11 +5,12 @@ said so; one of which nobody has said anything was recomputed; a stay of which t
 nothing. Times are arguments.
 """
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...proxy.coordinator import LEAST_EXACT_FIRST, Outcome, SessionFacts
+from ...proxy.coordinator import LEAST_EXACT_FIRST, Outcome, Placement, Reason, SessionFacts
 from ..choice import Tier
 
 # A node that turns a session away is asked again after a while that grows.
@@ -76,6 +77,21 @@ _TIERS = frozenset(tier.value for tier in Tier)
 
 
 @dataclass(slots=True)
+class Move:
+    """A session that was cut to go from `source` to `target`, with `outputs`; its client waits since `closed_s`.
+
+    `over` when it goes on somewhere, or has ended; `came`: at the target.
+    """
+
+    target: str
+    source: str
+    outputs: tuple[int, ...]
+    closed_s: float
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    came: bool = False
+
+
+@dataclass(slots=True)
 class Session:
     """One session. `since_s`: it has no owner, or one that has sent nothing new, since then, for `reason`."""
 
@@ -89,6 +105,10 @@ class Session:
     # Some node could have gone on, but not as exactly as is demanded.
     not_exact: bool = False
     rather_not: set[str] = field(default_factory=set)
+    placement: Placement | None = None
+    # A planned move that is not over yet, and the node that would take it back should it fail.
+    move: Move | None = None
+    back: str = ""
     _avoided: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
@@ -105,6 +125,34 @@ class Session:
     def avoided(self, now_s: float) -> frozenset[str]:
         """Who is not to be asked again yet; of a session of which nothing has begun, never."""
         return frozenset(n for n, (until_s, _) in self._avoided.items() if until_s > now_s or self.since_s is None)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether its present placement has been told so."""
+        return self.placement is None or self.placement.interrupted.done()
+
+    def interrupt(self, reason: Reason) -> None:
+        """Tell its present placement, unless it was told already."""
+        if self.placement is not None and not self.placement.interrupted.done():
+            self.placement.interrupted.set_result(reason)
+
+    def close_gate(self) -> None:
+        """Let its client have nothing of its present placement for now."""
+        if self.placement is not None and self.placement.gate is not None:
+            self.placement.gate.close()
+
+    def open_gate(self) -> None:
+        """Let it have everything again."""
+        if self.placement is not None and self.placement.gate is not None:
+            self.placement.gate.open()
+
+    def move_over(self, *, came: bool = False) -> Move | None:
+        """The planned move has come to something, if there is one."""
+        move, self.move = self.move, None
+        if move is not None:
+            move.came = came
+            move.over.set()
+        return move
 
     def move_to(self, stay: Stay) -> None:
         """It goes on at another node. Stays that were no takeover, or came to nothing, are forgotten."""

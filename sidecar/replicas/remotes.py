@@ -120,6 +120,15 @@ def check_means(remotes: tuple[Remote, ...], means: Means) -> None:
             )
 
 
+def peer_at(listen: str, node_url: str) -> str:
+    """The URL of what listens there, as other nodes reach it; a node that listens everywhere has its own address."""
+    host, _, port = listen.rpartition(":")
+    bare = host.strip("[]")
+    if bare in ("", "0.0.0.0", "::"):
+        bare = urlsplit(node_url).hostname or ""
+    return f"peer://[{bare}]:{port}" if ":" in bare else f"peer://{bare}:{port}"
+
+
 def open_remote(remote: Remote, means: Means) -> ReplicaStore:
     """Open a store. ReplicaError when it does not answer."""
     if remote.kind is Kind.PEER:

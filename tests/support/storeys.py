@@ -21,7 +21,9 @@ from midstream.session.marker import KvSource, Marker, Resume
 from midstream.sidecar.fleet.proof import SecretBeliever, SecretProver
 from midstream.sidecar.fleet_api import fleet_routes, node_record
 from midstream.sidecar.gateway.coordinator import GatewayCoordinator
+from midstream.sidecar.gateway.moves import MoveSettings
 from midstream.sidecar.gateway.node_watch import NodeWatch
+from midstream.sidecar.gateway.orders import Orders
 from midstream.sidecar.gateway.routes import routes
 from midstream.sidecar.gateway.verdicts import Verdicts
 from midstream.sidecar.metrics import Metrics
@@ -234,6 +236,7 @@ async def storeys(
     lost_after_s: float = 3.0,
     timeout_s: float = 20.0,
     wait: bool = True,
+    moves: MoveSettings | None = None,
 ) -> AsyncIterator[Storeys]:
     """A running gateway before these nodes; `wait` until it has heard of them all."""
     async with AsyncExitStack() as stack:
@@ -244,8 +247,13 @@ async def storeys(
             stack.push_async_callback(node.stop)
         prover = SecretProver(SECRET)
         verdicts = await stack.enter_async_context(Verdicts(prover))
+        orders = await stack.enter_async_context(Orders(prover))
         metrics = Metrics()
-        coordinator = GatewayCoordinator(metrics, verdicts, takeover_timeout_s=timeout_s)
+        coordinator = GatewayCoordinator(
+            metrics, verdicts, orders, takeover_timeout_s=timeout_s, moves=moves or MoveSettings()
+        )
+        assert coordinator.moves is not None
+        stack.push_async_callback(coordinator.moves.close)
         urls = {node.name: node.url for node in nodes}
         watch = NodeWatch(urls, coordinator.nodes, prover, poll_s=poll_s, lost_after_s=lost_after_s)
         following = asyncio.create_task(watch.follow())

@@ -1,0 +1,286 @@
+"""Takes this gateway's sessions away from nodes that drain (docs/fleet.md, "Drain").
+
+Owns which session moves when, and the steps of each move up to the cut. Invariants: until the cut a session is read
+from where it is, and whatever goes wrong leaves it there; at most `at_once` sessions of a node move at a time; a gate
+is never closed for longer than `PAUSE_S`; nothing is cut before a place is held for it and what it goes on from is
+there. What follows the cut is a takeover like others, and the coordinator's.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from ...proxy.coordinator import Reason
+from ...proxy.policy import Policy
+from ...session.errors import Refused
+from ...session.ids import SessionId
+from ..drain.order import Leaving, dearest_first
+from ..fleet.record import Readiness
+from ..metrics import Metrics
+from ..session_record import wants_logprobs
+from .beginning import beginning_of
+from .node_table import NodeTable
+from .nodes import Node, choose
+from .orders import Orders, Saved
+from .session import Move, Session
+
+_LOG = logging.getLogger("midstream.gateway")
+
+# How long a client may wait for the last save before its stream goes on where it was.
+PAUSE_S = 5.0
+# A save that took no longer leaves a tail behind that is worth a pause; so many are made before it at most.
+SETTLED_S = 0.3
+SAVES_MAX = 5
+# How long a move's place among those at once is kept after the cut.
+RESUMES_S = 30.0
+TARGETS_MAX = 8
+LOOK_EVERY_S = 0.5
+PUT_OFF_FIRST_S, PUT_OFF_LARGEST_S = 1.0, 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class MoveSettings:
+    """`at_once`: of one node. `recomputes`: sessions whose KV cannot be copied are moved all the same."""
+
+    at_once: int = 4
+    recomputes: bool = False
+
+
+@dataclass(slots=True)
+class _Emptying:
+    """A node that is being emptied."""
+
+    moving: dict[SessionId, "asyncio.Task[None]"] = field(default_factory=dict)
+    put_off: dict[SessionId, tuple[float, float]] = field(default_factory=dict)
+
+
+class Moves:
+    """The moves of one gateway; `sessions` are those that it has."""
+
+    def __init__(
+        self,
+        nodes: NodeTable,
+        sessions: Mapping[SessionId, Session],
+        orders: Orders,
+        metrics: Metrics,
+        settings: MoveSettings,
+    ) -> None:
+        self._nodes = nodes
+        self._sessions = sessions
+        self._orders = orders
+        self._metrics = metrics
+        self._settings = settings
+        self._emptying: dict[str, asyncio.Task[None]] = {}
+
+    def look(self) -> None:
+        """Some node is otherwise than before, or has a session more."""
+        for node in self._nodes.all():
+            if _drains(node) and node.open and node.id not in self._emptying:
+                self._emptying[node.id] = task = asyncio.create_task(self._empty(node.id), name=f"drain of {node.id}")
+                task.add_done_callback(lambda done, id=node.id: self._emptied(id, done))  # type: ignore[misc]
+
+    async def close(self) -> None:
+        """Move nothing more."""
+        tasks = list(self._emptying.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _emptied(self, node: str, task: "asyncio.Task[None]") -> None:
+        self._emptying.pop(node, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _LOG.error("event=drain_broke node=%s", node, exc_info=error)
+
+    async def _empty(self, id: str) -> None:
+        state = _Emptying()
+        _LOG.info("event=drain_seen node=%s sessions=%d", id, len(self._mine(id)))
+        try:
+            while (node := self._draining(id)) is not None and self._mine(id):
+                await self._begin_some(node, state)
+                if state.moving:
+                    await asyncio.wait(state.moving.values(), timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+                else:
+                    await asyncio.sleep(LOOK_EVERY_S)
+                for session in [session for session, task in state.moving.items() if task.done()]:
+                    self._moved(session, state)
+        finally:
+            for task in state.moving.values():
+                task.cancel()
+            await asyncio.gather(*state.moving.values(), return_exceptions=True)
+        _LOG.info("event=drain_over node=%s sessions_left=%d", id, len(self._mine(id)))
+
+    async def _begin_some(self, node: Node, state: _Emptying) -> None:
+        free = self._settings.at_once - len(state.moving)
+        now_s = time.monotonic()
+        waiting = {s for s in self._mine(node.id) if s not in state.moving and not _is_put_off(state, s, now_s)}
+        if free <= 0 or not waiting:
+            return
+        try:
+            leaving = dearest_first(await self._orders.leaving(node.url))
+        except Refused as error:
+            _LOG.warning("event=drain_not_told node=%s error=%s", node.id, error)
+            return
+        for session in [one for one in leaving if one.session in waiting][:free]:
+            task = asyncio.create_task(self._move(node, session), name=f"move of {session.session}")
+            state.moving[SessionId(session.session)] = task
+
+    def _moved(self, session: SessionId, state: _Emptying) -> None:
+        error = state.moving.pop(session).exception()
+        if error is None:
+            state.put_off.pop(session, None)
+            return
+        _, wait_s = state.put_off.get(session, (0.0, PUT_OFF_FIRST_S / 2))
+        wait_s = min(2 * wait_s, PUT_OFF_LARGEST_S)
+        state.put_off[session] = time.monotonic() + wait_s, wait_s
+        reason = error.reason if isinstance(error, Refused) else "internal"
+        self._metrics.drain_moves.labels(_word(reason)).inc()
+        if isinstance(error, Refused):
+            _LOG.warning("event=not_moved session=%s reason=%s error=%s", session, reason, error)
+        else:
+            _LOG.error("event=not_moved session=%s", session, exc_info=error)
+
+    # ---- one move
+
+    async def _move(self, node: Node, leaving: Leaving) -> None:
+        """Take one session to another node. Raises Refused, and has changed nothing then."""
+        id = SessionId(leaving.session)
+        session = self._sessions.get(id)
+        if session is None or session.stay.node != node.id or session.since_s is not None:
+            return
+        if session.facts.exact_obstacle or (wants_logprobs(session.facts.body) and not session.facts.stream):
+            raise Refused("not_exact", "its tokens so far cannot be gone on from; it may end where it is")
+        target = await self._hold(node, session, leaving)
+        came = False
+        try:
+            to = await self._saved_before(node, session, target)
+            if not self._may_cut(node, session, target):
+                return
+            came = await self._cut(node, session, target, to)
+        finally:
+            session.open_gate()
+            if not came:
+                with suppress(Refused):
+                    await self._orders.release(target.url, id)
+
+    async def _hold(self, node: Node, session: Session, leaving: Leaving) -> Node:
+        """A node that has KV of that kind and holds a place. Raises Refused."""
+        now_s = time.monotonic()
+        never = {node.id} | session.avoided(now_s) | self._nodes.suspects(now_s)
+        refused = Refused("no_target", "no other node that is ready has workers of its key; it stays where it is")
+        for _ in range(TARGETS_MAX):
+            able = [n for n in self._nodes.all() if not set(n.keys).isdisjoint(node.keys)]
+            model = session.facts.body.get("model")
+            target = choose(
+                able,
+                model=model if isinstance(model, str) else "",
+                beginning=beginning_of(session.facts.body),
+                never=never,
+                rather_not=session.rather_not,
+            )
+            if target is None:
+                raise refused
+            try:
+                await self._orders.hold(target.url, session.facts.session, _tokens(session, leaving), node.keys)
+            except Refused as error:
+                refused = error
+                never.add(target.id)
+            else:
+                return target
+        raise refused
+
+    async def _saved_before(self, node: Node, session: Session, target: Node) -> str:
+        """Save it while it goes on, until what is left is a tail; where it was saved. Raises Refused."""
+        to = target.record.replicas if target.record is not None else ""
+        if not to:
+            return self._without_kv(session, Refused("no_copy", f"node {target.id} keeps no snapshots of others"))
+        for _ in range(SAVES_MAX):
+            try:
+                saved = await self._orders.save(node.url, session.facts.session, to, last=False)
+            except Refused as error:
+                if error.reason not in ("no_store", "no_replicas"):
+                    raise
+                return self._without_kv(session, error)
+            if saved.seconds <= SETTLED_S:
+                break
+        return to
+
+    def _without_kv(self, session: Session, why: Refused) -> str:
+        if not self._settings.recomputes or session.facts.policy is Policy.EXACT:
+            raise why
+        return ""
+
+    def _may_cut(self, node: Node, session: Session, target: Node) -> bool:
+        """Whether all is still as it was when the move began: also a drain that was cancelled ends it here."""
+        goes_on = session.stay.node == node.id and session.since_s is None and not session.is_interrupted
+        still = self._nodes.get(target.id)
+        return (
+            goes_on
+            and self._sessions.get(session.facts.session) is session
+            and self._draining(node.id) is not None
+            and still is not None
+            and still.is_ready
+        )
+
+    async def _cut(self, node: Node, session: Session, target: Node, to: str) -> bool:
+        """The pause: the tail is saved, and the session told to go on there. Whether it came. Raises Refused."""
+        session.close_gate()
+        closed_s = time.monotonic()
+        try:
+            async with asyncio.timeout(PAUSE_S):
+                saved = await self._orders.save(node.url, session.facts.session, to, last=True)
+        except TimeoutError:
+            raise Refused("slow", f"its tail was not saved within {PAUSE_S:g} s; it goes on where it is") from None
+        if not self._may_cut(node, session, target):
+            return False
+        outputs = () if wants_logprobs(session.facts.body) else saved.outputs
+        session.move = move = Move(target.id, node.id, outputs, closed_s)
+        session.interrupt(Reason.MOVE)
+        _tell(session, move, saved, time.monotonic() - closed_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(RESUMES_S):
+                await move.over.wait()
+        return move.came
+
+    # ----
+
+    def _draining(self, id: str) -> Node | None:
+        node = self._nodes.get(id)
+        return node if node is not None and _drains(node) else None
+
+    def _mine(self, node: str) -> list[SessionId]:
+        return [id for id, session in self._sessions.items() if session.stay.node == node]
+
+
+def _drains(node: Node) -> bool:
+    return node.record is not None and node.record.readiness is Readiness.DRAINING
+
+
+def _is_put_off(state: _Emptying, session: SessionId, now_s: float) -> bool:
+    return state.put_off.get(session, (0.0, 0.0))[0] > now_s
+
+
+def _tokens(session: Session, leaving: Leaving) -> int:
+    """What it needs at the target before it can go on: what it has, and a little."""
+    return leaving.positions + 64
+
+
+# What nodes say comes from them: only these become a label.
+_WORDS = frozenset(
+    {"no_target", "no_room", "no_key", "no_copy", "no_store", "no_replicas", "slow", "busy", "ended", "no_session",
+     "no_snapshot", "unreachable", "bad_answer", "not_exact", "internal"}
+)  # fmt: skip
+
+
+def _word(reason: str) -> str:
+    return reason if reason in _WORDS else "refused"
+
+
+def _tell(session: Session, move: Move, saved: Saved, seconds: float) -> None:
+    _LOG.info(
+        "event=cut session=%s node=%s target=%s outputs=%d kv_len=%d tail_bytes=%d save_ms=%.1f",
+        session.facts.session, move.source, move.target, len(saved.outputs), saved.kv_len, saved.size_bytes,
+        seconds * 1000,
+    )  # fmt: skip
