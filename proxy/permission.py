@@ -1,13 +1,15 @@
 """Whether the tokens of a stream may be written now.
 
 Only the contract lives here, what holds where nobody could take a session over, and the wait for a permission that is
-withheld. Invariant: a permission is one life's of its process: whoever begins a stream under it never goes on under
-another's. It writes nothing: `fenced` and `stream_reader` ask here before they do.
+withheld. Invariant: what was once refused for good stays so: whoever has the sessions then may be writing their tokens.
+It writes nothing: `fenced` and `stream_reader` ask here before they do.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
+
+from ..session.ids import SessionId
 
 
 class Permission(Protocol):
@@ -24,6 +26,14 @@ class Permission(Protocol):
 
     async def opened(self) -> bool:
         """Returns once they may be written, or False: never, or not within any time that a client would wait."""
+        ...
+
+    def cover(self, sessions: Iterable[SessionId]) -> None:
+        """The stream's tokens are those of these sessions."""
+        ...
+
+    def ended(self) -> None:
+        """Nothing is written of it any more."""
         ...
 
 
@@ -47,6 +57,12 @@ class Always:
     async def opened(self) -> bool:
         """At once."""
         return True
+
+    def cover(self, sessions: Iterable[SessionId]) -> None:
+        """Whose they are is nobody's question."""
+
+    def ended(self) -> None:
+        """Nothing was held."""
 
     def now(self) -> Permission:
         """The same for all streams."""

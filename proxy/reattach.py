@@ -21,7 +21,7 @@ from multidict import CIMultiDict
 
 from . import headers, problems
 from .event_ids import TOKEN_BYTES, is_token, new_token, parse_id, parse_position, prefix_of
-from .permission import Permits
+from .permission import Permission, Permits
 from .problems import Problem
 from .reattach_elsewhere import AskElsewhere
 from .settings import ProxySettings
@@ -34,8 +34,8 @@ _LOG = logging.getLogger("midstream.proxy")
 
 STREAMS_PATH = "/midstream/v1/streams/"
 
-# What answers a request, to whom it is told to; None: to its client.
-Session = Callable[[Respond | None], Coroutine[Any, Any, web.StreamResponse]]
+# What answers a request, to whom it is told to and as long as it is permitted; None: to its client, as ever.
+Session = Callable[[Respond | None, Permission | None], Coroutine[Any, Any, web.StreamResponse]]
 
 
 class Reattach:
@@ -60,8 +60,8 @@ class Reattach:
         stream = self._new(_digest(request, body))
         if stream is None:
             # Everything is in use: without ids the client knows that it cannot come back to this one.
-            return await session(None)
-        stream.task = task = asyncio.create_task(session(stream.respond))
+            return await session(None, None)
+        stream.task = task = asyncio.create_task(session(stream.respond, stream.permission))
         self._tasks.add(task)
         # A task that is cancelled before its first step lets go of nothing by itself.
         lent = held.pop_all()
@@ -97,7 +97,9 @@ class Reattach:
             # An answer that is no stream, or half of one that must not look whole.
             self._streams.pop(stream.key, None)
             self._room.share_among(len(self._streams))
-            if not awaited:
+            if awaited:
+                stream.permission.ended()
+            else:
                 stream.give_up()
 
     # ---- those who come back

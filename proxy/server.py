@@ -217,7 +217,9 @@ class _Requests:
         # A gateway's client comes back to the gateway.
         if self._reattach is None or claimed is not None or body.get("stream") is not True:
             return await session()
-        return await self._reattach.begin(request, raw, lambda respond: session(respond=respond), held)
+        return await self._reattach.begin(
+            request, raw, lambda respond, permission: session(respond=respond, permission=permission), held
+        )
 
     def _claimed(self, request: web.Request) -> Claimed | None:
         """What a gateway of the fleet vouches for; None for a client's request. Raises Unproven."""

@@ -87,19 +87,25 @@ class Sessions:
         *,
         about_prompt: bool = False,
         respond: Respond | None = None,
+        permission: Permission | None = None,
     ) -> web.StreamResponse:
         """Answer one request; each of its parts is a session.
 
-        `about_prompt`: it asks for something of its prompts. `respond` makes the response of a stream, where that is
-        not its client's own.
+        `about_prompt`: it asks for something of its prompts. `respond` makes the response of a stream, and it goes by
+        `permission`, where these are not its client's own.
         """
+        own = self._permits.now() if permission is None and self._permits is not None else None
+        permission = permission or own
         try:
-            permission = self._permitted()
+            _require_permission(permission)
             to_client = _responding(permission, self._settings)
-            answer = await self._run(request, parts, policy, obstacle, about_prompt, respond or to_client)
+            answer = await self._run(request, parts, policy, obstacle, about_prompt, respond or to_client, permission)
             return await _when_permitted(answer, permission)
         except Refused as error:
             return problems.refused(error).response(request.headers, request.path)
+        finally:
+            if own is not None:
+                own.ended()
 
     async def _run(
         self,
@@ -109,6 +115,7 @@ class Sessions:
         obstacle: str,
         about_prompt: bool,
         respond: Respond,
+        permission: Permission | None,
     ) -> web.StreamResponse:
         parent = uuid.uuid4().hex if len(parts) > 1 else ""
         seed = self._random.getrandbits(31)
@@ -120,6 +127,8 @@ class Sessions:
             told = answer
             parts = [replace(part, body=rest(part.body)) for part in parts]
         facts = [self._facts(request, part, policy, obstacle, parent, seed) for part in parts]
+        if permission is not None:
+            permission.cover(one.session for one in facts)
         started = await self._admitted(request, facts)
         if parent:
             return await ChoicesHandler(parts, started, told, parent, respond).run()
@@ -193,8 +202,11 @@ class Sessions:
             generation=first - 1,
             generation_max=last,
         )
+        permission = self._permits.now() if self._permits is not None else None
         try:
-            permission = self._permitted()
+            _require_permission(permission)
+            if permission is not None:
+                permission.cover((marker.session,))
             async with self._as_the_only_one(marker):
                 generation = replace(self._generation(request, facts, request.raw_path), of_gateway=True)
                 if resume is None:
@@ -211,16 +223,9 @@ class Sessions:
                 return await _when_permitted(answer, permission)
         except Refused as error:
             return problems.refused(error).response(request.headers, request.path)
-
-    def _permitted(self) -> Permission | None:
-        """What a session that begins now goes by, if by anything. Raises Refused while nothing may be sent."""
-        if self._permits is None:
-            return None
-        permission = self._permits.now()
-        if not permission.may_send():
-            text = "this node cannot renew its lease, and sends nothing until it can; send the request elsewhere"
-            raise Refused(NO_LEASE, text, retry_after_s=1)
-        return permission
+        finally:
+            if permission is not None:
+                permission.ended()
 
     @asynccontextmanager
     async def _as_the_only_one(self, marker: Marker) -> AsyncIterator[None]:
@@ -292,6 +297,13 @@ class Sessions:
             settings=self._settings,
             kept=Kept(),
         )
+
+
+def _require_permission(permission: Permission | None) -> None:
+    """Raises Refused while nothing may be sent: nothing is begun then."""
+    if permission is not None and not permission.may_send():
+        text = "this node cannot renew its lease, and sends nothing until it can; send the request elsewhere"
+        raise Refused(NO_LEASE, text, retry_after_s=1)
 
 
 def _responding(permission: Permission | None, settings: ProxySettings) -> Respond:

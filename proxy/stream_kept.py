@@ -149,6 +149,7 @@ class KeptStream:
     def give_up(self) -> None:
         """Nothing of it is needed any more."""
         self.phase = Phase.GONE
+        self.permission.ended()
         self._room.give(self.log.trim(self.log.last, -1))
         if self.timer is not None:
             self.timer.cancel()

@@ -14,10 +14,9 @@ from contextlib import asynccontextmanager
 from ..session.errors import MidstreamError
 from .config import Settings
 from .fleet.backoff import Backoff
-from .fleet.coordination import Coordination, Membership
 from .fleet.opening import open_coordination
 from .fleet.presence import Presence
-from .fleet.record import MemberId, Record
+from .fleet.record import Record
 from .fleet_standing import Standing
 
 _LOG = logging.getLogger("midstream.fleet")
@@ -55,7 +54,7 @@ async def as_member(standing: Standing | None, record_now: Callable[[], Record],
 
 async def stay(standing: Standing, record_now: Callable[[], Record], lease_s: int) -> None:
     """Join, tell each change, and leave when this is cancelled."""
-    presence = await _entered(standing.coordination, record_now, lease_s)
+    presence = await _entered(standing, record_now, lease_s)
     standing.entered(presence)
     try:
         told: Record | None = None
@@ -66,19 +65,15 @@ async def stay(standing: Standing, record_now: Callable[[], Record], lease_s: in
                 told = record
             await asyncio.sleep(LOOK_EVERY_S)
     finally:
+        standing.left()
         await presence.close()
 
 
-async def _entered(coordination: Coordination, record_now: Callable[[], Record], lease_s: int) -> Presence:
+async def _entered(standing: Standing, record_now: Callable[[], Record], lease_s: int) -> Presence:
     backoff = Backoff(_RETRY_FIRST_S, _RETRY_LARGEST_S, random.random)
     while True:
         try:
-            return await Presence.enter(coordination, record_now(), lease_s, _rejoined)
+            return await Presence.enter(standing.coordination, record_now(), lease_s, standing.rejoined)
         except MidstreamError as error:
             _LOG.warning("event=fleet_not_joined error=%s", error)
             await asyncio.sleep(backoff.wait_s())
-
-
-async def _rejoined(membership: Membership, former: MemberId) -> None:
-    """What was begun under the former lease has been broken off: it may be another's by then."""
-    _LOG.warning("event=fleet_joined_again member=%s former=%s", membership.id, former)

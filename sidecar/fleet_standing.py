@@ -1,16 +1,29 @@
 """How this process stands in its fleet from one moment to the next: who it is there, and what it may send.
 
-Owns the permissions of streams (`proxy/permission.py`). Invariants: a stream goes by the lease under which it began,
-and by no later one; what began before this process was a member was nobody else's at any time, and may always be sent.
-It joins and leaves nothing: `fleet_member` does.
+Owns the permissions of streams (`proxy/permission.py`) and the claims that go with them. Invariants: a stream goes by
+the lease under which it began, and by the next one only once this process has claimed its sessions, as anybody else
+would have to; what began before this process was a member was nobody else's at any time, and may always be sent. What
+is claimed is released when the stream has ended. It joins and leaves nothing: `fleet_member` does.
 """
 
 import asyncio
+import logging
+from collections.abc import Iterable
 
 from ..proxy.permission import Always, Permission
-from .fleet.coordination import Coordination, Membership
+from ..session.errors import CoordinationError, LeaseLost, MidstreamError
+from ..session.ids import Generation, SessionId
+from .fleet.coordination import Coordination, Membership, Verdict
 from .fleet.presence import Presence
 from .fleet.record import MemberId
+
+_LOG = logging.getLogger("midstream.fleet")
+
+# All streams of a process ask at once after it has joined again.
+_CLAIMS_AT_ONCE = 16
+_ASK_AGAIN_S = 0.5
+# A process takes itself up; of claims of its own no other generation is ever asked for.
+_OWN = Generation(1)
 
 
 class Standing:
@@ -20,10 +33,29 @@ class Standing:
         self.coordination = coordination
         self._wait_s = wait_s
         self._presence: Presence | None = None
+        self._asking = asyncio.Semaphore(_CLAIMS_AT_ONCE)
+        self._releases: set[asyncio.Task[None]] = set()
+        self._has_left = False
+        # Set, and another one made, at each change of who this process is.
+        self._changed = asyncio.Event()
 
     def entered(self, presence: Presence) -> None:
         """This process has joined."""
         self._presence = presence
+
+    async def rejoined(self, membership: Membership, former: MemberId) -> None:
+        """It is another member now. Each stream claims its own sessions, when it has something to say."""
+        _LOG.warning("event=fleet_joined_again member=%s former=%s", membership.id, former)
+        self._tell()
+
+    def left(self) -> None:
+        """It has left for good."""
+        self._has_left = True
+        self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     @property
     def membership(self) -> Membership | None:
@@ -38,31 +70,109 @@ class Standing:
     def now(self) -> Permission:
         """For a stream that begins now."""
         membership = self.membership
-        return Always() if membership is None else Life(membership, self._wait_s)
+        return Always() if membership is None else Life(self, membership, self._wait_s)
+
+    async def after(self, lost: Membership) -> Membership | None:
+        """The membership after one that was lost; None when there will be none."""
+        while not self._has_left:
+            changed, membership = self._changed, self.membership
+            if membership is not None and membership is not lost and not membership.is_lost:
+                return membership
+            await changed.wait()
+        return None
+
+    async def claimed(self, membership: Membership, session: SessionId, lost: MemberId) -> bool:
+        """Whether a session is this process' still. Raises LeaseLost; waits while the service does not say."""
+        while True:
+            try:
+                async with self._asking:
+                    answer = await membership.claim(session, _OWN, lost)
+            except LeaseLost:
+                raise
+            except CoordinationError:
+                await asyncio.sleep(_ASK_AGAIN_S)
+                continue
+            if answer.verdict is not Verdict.NOT_OVER:
+                return answer.verdict is Verdict.WON
+            await asyncio.sleep(_ASK_AGAIN_S)
+
+    def release(self, membership: Membership, sessions: Iterable[SessionId]) -> None:
+        """These sessions are over."""
+        task = asyncio.create_task(self._release(membership, tuple(sessions)), name="fleet-release")
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def _release(self, membership: Membership, sessions: tuple[SessionId, ...]) -> None:
+        for session in sessions:
+            try:
+                async with self._asking:
+                    await membership.release(session)
+            except MidstreamError as error:
+                # Claims whose owners are over are swept.
+                _LOG.info("event=claim_not_released session=%s error=%s", session, error)
 
     async def close(self) -> None:
         """End the connection to the service."""
+        self.left()
+        for task in tuple(self._releases):
+            task.cancel()
+        await asyncio.gather(*self._releases, return_exceptions=True)
         await self.coordination.close()
 
 
 class Life:
-    """What streams go by that began in one life of a member."""
+    """What one stream goes by: the lease under which it began, or a later one under which its sessions are claimed."""
 
-    def __init__(self, membership: Membership, wait_s: float) -> None:
+    def __init__(self, standing: Standing, membership: Membership, wait_s: float) -> None:
+        self._standing = standing
         self._membership = membership
         self._wait_s = wait_s
+        self._sessions: tuple[SessionId, ...] = ()
+        self._has_claims = False
+        self._taking = asyncio.Lock()
+        self.is_over = False
         # Asked for each token: without a call in between.
         self.may_send = membership.may_send
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the lease is over for good."""
-        return self._membership.is_lost
+    def cover(self, sessions: Iterable[SessionId]) -> None:
+        """The stream's tokens are those of these sessions."""
+        self._sessions = tuple(sessions)
 
     async def opened(self) -> bool:
-        """Returns once the fence is open, or False: the lease is over, or nobody has renewed it for too long."""
+        """Returns once its tokens may be sent, or False: they are another's, or nobody has said so for too long."""
         try:
             async with asyncio.timeout(self._wait_s):
-                return await self._membership.opened()
+                while not self.is_over:
+                    if await self._membership.opened():
+                        return True
+                    await self._take_up()
         except TimeoutError:
-            return False
+            pass
+        return False
+
+    async def _take_up(self) -> None:
+        """The lease is over: go by the next one, if the sessions are nobody else's by then."""
+        async with self._taking:
+            lost = self._membership
+            if self.is_over or not lost.is_lost:
+                return
+            following = await self._standing.after(lost)
+            if following is None:
+                self.is_over = True
+                return
+            self._has_claims = True
+            try:
+                for session in self._sessions:
+                    if not await self._standing.claimed(following, session, lost.id):
+                        _LOG.warning("event=session_taken session=%s former=%s", session, lost.id)
+                        self.is_over = True
+                        return
+            except LeaseLost:
+                return
+            self._membership, self.may_send = following, following.may_send
+
+    def ended(self) -> None:
+        """Nothing is sent of it any more."""
+        self.is_over = True
+        if self._has_claims and self._sessions and not self._membership.is_lost:
+            self._standing.release(self._membership, self._sessions)

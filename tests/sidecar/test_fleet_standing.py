@@ -2,9 +2,15 @@
 
 import asyncio
 import secrets
+from typing import Any
+
+import pytest
 
 from midstream.proxy.event_ids import is_token, new_token, prefix_of
-from midstream.sidecar.fleet.coordination import Member, Picture
+from midstream.session.errors import CoordinationError
+from midstream.session.ids import Generation, SessionId
+from midstream.sidecar import fleet_standing
+from midstream.sidecar.fleet.coordination import ClaimAnswer, Member, Membership, Picture, Verdict
 from midstream.sidecar.fleet.local import LocalCoordination
 from midstream.sidecar.fleet.presence import Presence
 from midstream.sidecar.fleet.proof import SecretBeliever, SecretProver
@@ -13,34 +19,89 @@ from midstream.sidecar.fleet_standing import Life, Standing
 from midstream.sidecar.fleet_streams import FleetStreams
 
 SECRET = b"of this fleet, and of no other 0"
+SESSION, FREE = SessionId("5" * 32), SessionId("6" * 32)
 NODE = Record("a", Role.NODE, "http://a:1/")
 
 
 async def joined(fleet: LocalCoordination) -> tuple[Standing, Presence]:
-    async def told(*_: object) -> None:
-        """Nobody asks."""
-
-    standing = Standing(fleet, 0.2)
-    presence = await Presence.enter(fleet, NODE, 10, told)
+    standing = Standing(fleet, 5)
+    presence = await Presence.enter(fleet, NODE, 10, standing.rejoined)
     standing.entered(presence)
     return standing, presence
 
 
-async def test_a_stream_goes_by_the_life_in_which_it_began() -> None:
+async def test_a_stream_goes_on_under_the_next_lease_once_its_sessions_are_claimed() -> None:
     fleet = LocalCoordination()
     standing, presence = await joined(fleet)
-    first = standing.now()
-    assert first.may_send()
-    assert await first.opened()
+    stream, once = standing.now(), presence.membership.id
+    stream.cover([SESSION])
+    assert stream.may_send()
     await presence.membership.leave()
-    assert (first.may_send(), first.is_over, await first.opened()) == (False, True, False)
-    async with asyncio.timeout(5):
-        while not standing.now().may_send():  # noqa: ASYNC110
+    assert not stream.may_send()
+    assert await stream.opened()
+    assert stream.may_send()
+    assert standing.id != once
+    held = await fleet.holder(SESSION)
+    assert held is not None
+    assert held.owner == standing.id
+    stream.ended()
+    async with asyncio.timeout(2):
+        while await fleet.holder(SESSION) is not None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    # It is a member again, and may send; what began before may not.
-    assert first.is_over
     await presence.close()
-    assert not standing.now().may_send()
+    await standing.close()
+
+
+async def test_a_stream_whose_session_another_has_taken_up_is_over_for_good() -> None:
+    fleet = LocalCoordination()
+    standing, presence = await joined(fleet)
+    other = await fleet.join(Record("b", Role.GATEWAY, "http://b:1"), 10)
+    stream, mine = standing.now(), standing.now()
+    stream.cover([FREE, SESSION])
+    mine.cover([FREE])
+    once = presence.membership.id
+    await presence.membership.leave()
+    assert (await other.claim(SESSION, Generation(2), once)).verdict is Verdict.WON
+    assert not await stream.opened()
+    assert (stream.may_send(), stream.is_over) == (False, True)
+    # What it held in vain is let go of with its end; a stream of its own goes on.
+    stream.ended()
+    assert await mine.opened()
+    assert mine.may_send()
+    await presence.close()
+    assert not mine.may_send()
+    standing.left()
+    assert not await mine.opened()
+    await standing.close()
+
+
+async def test_a_service_that_does_not_say_whose_a_session_is_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_standing, "_ASK_AGAIN_S", 0.01)
+
+    class Silent(LocalCoordination):
+        silences = 3
+
+        async def join(self, record: Record, lease_s: int) -> Membership:
+            made = await super().join(record, lease_s)
+            claim = made.claim
+
+            async def silent(*asked: Any) -> ClaimAnswer:
+                self.silences -= 1
+                if self.silences >= 0:
+                    raise CoordinationError("no answer")
+                return await claim(*asked)
+
+            made.claim = silent  # type: ignore[method-assign]
+            return made
+
+    fleet = Silent()
+    standing, presence = await joined(fleet)
+    stream = standing.now()
+    stream.cover([SESSION])
+    await presence.membership.leave()
+    assert await stream.opened()
+    assert fleet.silences == -1
+    await presence.close()
     await standing.close()
 
 
@@ -61,7 +122,8 @@ async def test_the_wait_for_a_fence_is_bounded() -> None:
         async def opened(self) -> bool:
             return await asyncio.Event().wait()
 
-    assert await Life(Closed(), 0.05).opened() is False  # type: ignore[arg-type]
+    standing = Standing(LocalCoordination(), 5)
+    assert await Life(standing, Closed(), 0.05).opened() is False  # type: ignore[arg-type]
 
 
 async def test_a_token_tells_who_drew_it_and_nobody_else_is_asked_for_it() -> None:

@@ -1,8 +1,10 @@
 """Permissions to send that a test gives, withholds and takes away."""
 
 import asyncio
+from collections.abc import Iterable
 
 from midstream.proxy.permission import Permission
+from midstream.session.ids import SessionId
 
 
 class Life:
@@ -10,6 +12,8 @@ class Life:
 
     def __init__(self) -> None:
         self.asked = 0
+        self.ends = 0
+        self.sessions: list[SessionId] = []
         self.is_over = False
         self._may = True
         self._changed = asyncio.Event()
@@ -27,6 +31,14 @@ class Life:
             self._changed.clear()
             await self._changed.wait()
         return False
+
+    def cover(self, sessions: Iterable[SessionId]) -> None:
+        """Note whose they are."""
+        self.sessions += sessions
+
+    def ended(self) -> None:
+        """Note it."""
+        self.ends += 1
 
     def close(self) -> None:
         """Nothing may be sent for now."""
