@@ -23,7 +23,9 @@ async def main(urls: str) -> None:
         if is_stale != was_stale:
             say("stale" if is_stale else "fresh")
             was_stale = is_stale
-        now = {member.id: "fading" if member.is_fading else "there" for member in picture.members.values()}
+        now: dict[str, str] = {
+            member.id: "fading" if member.is_fading else "there" for member in picture.members.values()
+        }
         for id in {*known, *now}:
             word = now.get(id, "over")
             if known.get(id) != word:

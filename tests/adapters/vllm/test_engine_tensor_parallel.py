@@ -9,7 +9,7 @@ import random
 import signal
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,7 @@ async def of_newest(group: Group, http: aiohttp.ClientSession, known: set[str]) 
         assert time.monotonic() < deadline_s, "it did not become a session"
         await asyncio.sleep(0.01)
     [session] = new
-    return session
+    return str(session)
 
 
 async def disturbed(
@@ -153,7 +153,7 @@ async def disturbed(
     http: aiohttp.ClientSession,
     cases: Sequence[Case],
     cut: int,
-    disturb: Callable[[Sequence[str]], Awaitable[None]],
+    disturb: Callable[[Sequence[str]], Coroutine[Any, Any, None]],
 ) -> tuple[list[Answer], list[list[dict[str, Any]]]]:
     """All answers, with something done to the sessions' workers once the first has `cut` outputs; and all outcomes."""
     await group.rig.ready(http)
@@ -165,7 +165,7 @@ async def disturbed(
             doing.append(asyncio.create_task(disturb(tuple(sessions))))
         return None
 
-    running = []
+    running: list[asyncio.Task[Answer]] = []
     for case in cases:
         known = {s["session"] for s in await group.rig.sidecar.sessions(http)}
         more = {} if running else {"on_tokens": at_cut}
