@@ -332,6 +332,62 @@ async def main():
 asyncio.run(main())
 """
 
+# A vocabulary of more than one word of the mask's bits, and a batch of which one row has no grammar.
+MASKS = """
+import types
+from array import array
+import torch
+import xgrammar
+from midstream.adapters.sglang.re_entry import re_enter
+from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
+
+VOCABULARY = [chr(97 + n % 26) * (1 + n // 26) for n in range(78)] + ["1", "22", "</s>"]
+SIZE, END = len(VOCABULARY), 80
+info = xgrammar.TokenizerInfo(VOCABULARY, vocab_type=xgrammar.VocabType.RAW, vocab_size=SIZE, stop_token_ids=[END])
+compiled = xgrammar.GrammarCompiler(info).compile_regex("(ab|cc)[a-b]1(22)?")
+ids = {word: number for number, word in enumerate(VOCABULARY)}
+
+def grammar():
+    return XGrammarGrammar(xgrammar.GrammarMatcher(compiled), SIZE, compiled, None)
+
+def allowed(grammar, other=None):
+    mask = grammar.allocate_vocab_mask(SIZE, 2, "cpu")
+    grammar.fill_vocab_mask(mask, 1)
+    logits = torch.arange(2.0 * SIZE).reshape(2, SIZE)
+    plain = logits.clone()
+    grammar.apply_vocab_mask(logits=logits, vocab_mask=grammar.move_vocab_mask(mask, "cpu"))
+    assert torch.equal(logits[0], plain[0]), "a row without a grammar is left alone"
+    kept = logits[1] != float("-inf")
+    assert torch.equal(logits[1][kept], plain[1][kept])
+    return {VOCABULARY[n] for n in range(SIZE) if kept[n]}
+
+class Request:
+    # What a scheduler's request is to its outputs.
+    return_logprob, require_reasoning, finished_reason, rid = False, False, None, "r"
+
+    def __init__(self, grammar):
+        self.grammar = grammar
+
+    def update_finish_state(self):
+        pass
+
+    def finished(self):
+        return self.finished_reason is not None
+
+steps = ["a", "b", "a", "1", "22", "</s>"]
+wanted = [{"a", "c", "cc"}, {"b", "bb"}, {"a", "b"}, {"1"}, {"22", "</s>"}, {"</s>"}]
+one = grammar()
+for count, (word, choice) in enumerate(zip(steps, wanted)):
+    assert allowed(one) == choice, (count, allowed(one))
+    # Whoever comes with the outputs so far may say the same.
+    other = Request(grammar())
+    assert not re_enter(other, [ids[w] for w in steps[:count]], "", None)
+    assert allowed(other.grammar) == choice
+    assert other.grammar.current_token == (ids[steps[count - 1]] if count else None)
+    one.accept_token(ids[word])
+assert one.is_terminated()
+"""
+
 
 @pytest.mark.parametrize(
     "program",
@@ -342,6 +398,7 @@ asyncio.run(main())
         pytest.param(PENALTIES, id="outputs count as if they had come one by one"),
         pytest.param(HOOKS, id="every hook fits"),
         pytest.param(DRAWS, id="a request is drawn for as if it were alone"),
+        pytest.param(MASKS, id="what a grammar rules out is masked, and that of old outputs goes on"),
         pytest.param(FRONT_END, id="the marker goes in and token ids come out"),
     ],
 )
