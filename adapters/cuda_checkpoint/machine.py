@@ -224,13 +224,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """End all helpers, and ask the driver with new ones: once, and again until all are in `goal`, or until `until_s`.
-
-    Without a goal all of that time is to pass.
-    """
+    """End all helpers, and ask the driver with new ones until all ranks are in one of `goals`, or until `until_s`."""
 
     turn: int
-    goal: ProcessState | None
+    goals: frozenset[ProcessState]
     until_s: float
 
 
@@ -405,24 +402,24 @@ def _cancelled(life: Life, now_s: float, limits: Limits) -> tuple[Life, tuple[Ac
         case ParkState.QUIESCING | ParkState.SAVING if not life.looking:
             return _enter(life, ParkState.RESUMING, now_s, limits, text)
         case ParkState.LOCKING if not life.looking:
-            return _look(life, text, now_s, limits)
+            # The driver ends its own wait soon; a helper that is killed in it would leave more to find out.
+            return replace(life, bad=True, text=text), ()
     return life, ()
 
 
 def _look(life: Life, text: str, now_s: float, limits: Limits) -> tuple[Life, tuple[Action, ...]]:
     """Ask the driver what came of a call, which may be under way still, for as long as it had."""
-    goal = {
-        ParkState.LOCKING: None,
-        ParkState.CHECKPOINTING: ProcessState.CHECKPOINTED,
-        ParkState.RESTORING: ProcessState.LOCKED,
-        ParkState.UNLOCKING: ProcessState.RUNNING,
-    }.get(life.state)
+    goals = {
+        ParkState.CHECKPOINTING: {ProcessState.CHECKPOINTED},
+        ParkState.RESTORING: {ProcessState.LOCKED, ProcessState.RUNNING},
+        ParkState.UNLOCKING: {ProcessState.RUNNING},
+    }.get(life.state, set())
     is_over = life.state not in _CALLING or len(life.done) == life.ranks
     until_s = now_s if is_over else max(life.deadline_s or 0.0, now_s + limits.settle_s)
     # New helpers have to come up first, and the last answers to come back.
     deadline_s = until_s + limits.settle_s + limits.check_s
     looking = replace(life, turn=life.turn + 1, looking=True, deadline_s=deadline_s, text=text)
-    return looking, (Look(looking.turn, goal, until_s),)
+    return looking, (Look(looking.turn, frozenset(goals), until_s),)
 
 
 def _settled(

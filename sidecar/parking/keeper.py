@@ -224,8 +224,8 @@ class Keeper:
                     self._begin(self._judged(turn, work))
                 case Call(turn, op, ranks):
                     self._begin(self._call_all(turn, op, ranks))
-                case Look(turn, goal, until_s):
-                    self._begin(self._look(turn, goal, until_s))
+                case Look(turn, goals, until_s):
+                    self._begin(self._look(turn, goals, until_s))
 
     def _tell(self, state: ParkState, text: str) -> None:
         now_s = time.monotonic()
@@ -383,11 +383,11 @@ class Keeper:
             first, *others = self._entry.ranks
             self._entry = replace(self._entry, ranks=(replace(first, gpus=had), *others))
 
-    async def _look(self, turn: int, goal: ProcessState | None, until_s: float) -> None:
+    async def _look(self, turn: int, goals: frozenset[ProcessState], until_s: float) -> None:
         await self._end_helpers()
         while True:
             states = tuple(await asyncio.gather(*(self._state(rank) for rank in self._all())))
-            if (goal is not None and set(states) == {goal}) or time.monotonic() >= until_s:
+            if any(set(states) == {goal} for goal in goals) or time.monotonic() >= until_s:
                 break
             await asyncio.sleep(min(LOOK_EVERY_S, max(until_s - time.monotonic(), 0.0)))
         self._happened(States(turn, states))
