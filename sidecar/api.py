@@ -9,6 +9,7 @@ from aiohttp import web
 from ..proxy.dialects.by_path import SESSION_PATHS
 from .coordinator import SidecarCoordinator
 from .metrics import CONTENT_TYPE, Metrics
+from .supervise import WorkerState
 from .workers import Epoch, Worker, Workers
 
 
@@ -75,7 +76,7 @@ def told_worker(worker: Worker) -> dict[str, Any]:
     return {
         "name": worker.name,
         "url": worker.url,
-        "state": worker.state.value,
+        "state": (WorkerState.DRAINING if worker.leaving and worker.state is WorkerState.READY else worker.state).value,
         "detail": worker.text,
         "pid": worker.pid,
         "restarts": worker.restart_count,

@@ -10,6 +10,7 @@ import typer
 from ..session.errors import ConfigError
 from . import (
     cli_check,
+    cli_drain,
     cli_gateway,
     cli_inspect,
     cli_loadtest,
@@ -79,6 +80,7 @@ def midstream(
 app.command("run", context_settings={"allow_interspersed_args": False})(cli_run.run)
 app.command("serve")(cli_run.serve)
 app.command("gateway")(cli_gateway.gateway)
+app.command("drain")(cli_drain.drain)
 app.command("demo")(cli_run.demo)
 app.command("loadtest", context_settings={"allow_interspersed_args": False})(cli_loadtest.loadtest)
 app.command("park")(cli_park.park)

@@ -20,9 +20,11 @@ from ..session.errors import Refused
 from ..session.ids import SessionId, session_id
 from .choice import Tier
 from .coordinator import SidecarCoordinator
+from .drain.drains import Drains
 
 SOCKET = "control.sock"
 BODY_BYTES_MAX = 1 << 20
+DEADLINE_S_MAX = 7 * 86_400.0
 # What is not here is for want of a worker or a mover that answers: 503.
 _STATUS = {
     "bad_request": 400,
@@ -30,6 +32,7 @@ _STATUS = {
     "ended": 409,
     "busy": 409,
     "no_snapshot": 409,
+    "not_draining": 409,
     "no_store": 422,
     "not_exact": 422,
     "timeout": 504,
@@ -50,10 +53,18 @@ class ForkOrder(msgspec.Struct, forbid_unknown_fields=True):
     set: dict[str, Any] = {}
 
 
-class Control:
-    """The routes."""
+class DrainOrder(msgspec.Struct, forbid_unknown_fields=True):
+    """`worker`: that one, else the whole node. `deadline_s`: when it is over; else as at SIGTERM."""
 
-    def __init__(self, coordinator: SidecarCoordinator, settings: ProxySettings) -> None:
+    deadline_s: float | None = None
+    worker: str | None = None
+
+
+class Control:
+    """The routes. Without `drains` nothing can be drained."""
+
+    def __init__(self, coordinator: SidecarCoordinator, settings: ProxySettings, drains: Drains | None = None) -> None:
+        self._drains = drains
         self._coordinator = coordinator
         self._operators = coordinator.operators
         self._upstream = Upstream(settings)
@@ -66,6 +77,10 @@ class Control:
         app.router.add_post("/sessions/{session}/move", _answering(self.move))
         app.router.add_post("/sessions/{session}/snapshot", _answering(self.snapshot))
         app.router.add_post("/sessions/{session}/fork", _answering(self.fork))
+        if self._drains is not None:
+            app.router.add_get("/drain", _told(self._drains))
+            app.router.add_post("/drain", _refusable(self._begin_drain))
+            app.router.add_delete("/drain", _refusable(self._cancel_drain))
         return app
 
     async def move(self, request: web.Request, session: SessionId) -> web.StreamResponse:
@@ -88,6 +103,19 @@ class Control:
         order = msgspec.json.decode(await request.read(), type=ForkOrder)
         facts, placement = await self._operators.fork(session, order.at, order.set)
         return await self._sessions.branch(request, facts, placement)
+
+    async def _begin_drain(self, request: web.Request) -> web.StreamResponse:
+        assert self._drains is not None
+        order = msgspec.json.decode(await request.read() or b"{}", type=DrainOrder)
+        if order.deadline_s is not None and not 0 <= order.deadline_s <= DEADLINE_S_MAX:
+            raise ValueError(f"deadline_s is {order.deadline_s:g}; give 0 to {DEADLINE_S_MAX:g}")
+        self._drains.order("operator", order.deadline_s, order.worker)
+        return web.json_response(self._drains.told())
+
+    async def _cancel_drain(self, request: web.Request) -> web.StreamResponse:
+        assert self._drains is not None
+        self._drains.cancel(request.query.get("worker"))
+        return web.json_response(self._drains.told())
 
     async def _opened(self, _: web.Application) -> AsyncIterator[None]:
         await self._upstream.open()
@@ -114,9 +142,22 @@ async def serving_control(state_dir: Path, control: Control) -> AsyncIterator[No
 def _answering(
     ask: Callable[[web.Request, SessionId], Awaitable[web.StreamResponse]],
 ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    return _refusable(lambda request: ask(request, session_id(request.match_info["session"])))
+
+
+def _told(drains: Drains) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    async def handle(_: web.Request) -> web.StreamResponse:
+        return web.json_response(drains.told())
+
+    return handle
+
+
+def _refusable(
+    ask: Callable[[web.Request], Awaitable[web.StreamResponse]],
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
-            return await ask(request, session_id(request.match_info["session"]))
+            return await ask(request)
         except Refused as refused:
             return _problem(_STATUS.get(refused.reason, 503), refused.reason, str(refused))
         except (ValueError, RecursionError, msgspec.DecodeError) as error:

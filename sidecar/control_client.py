@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlencode
 
 import aiohttp
 
@@ -51,7 +52,9 @@ class ControlClient:
 
         `headers` go on to the engine, as one that asks for a key wants.
         """
-        async with self._posting(f"/sessions/{session}/fork", {"at": at, "set": dict(changes)}, headers) as answer:
+        async with self._asking(
+            "POST", f"/sessions/{session}/fork", {"at": at, "set": dict(changes)}, headers
+        ) as answer:
             if answer.status != 200:
                 raise _refused(answer.status, await answer.read())
             async for piece in answer.content.iter_any():
@@ -61,8 +64,21 @@ class ControlClient:
         """Have a worker parked or brought back: where it came to rest (`state`, `text`, `ok`, `seconds`)."""
         return await self._ask(f"/workers/{worker}/{verb}", body)
 
-    async def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        async with self._posting(path, body) as answer:
+    async def drain(self, *, deadline_s: float | None = None, worker: str | None = None) -> dict[str, Any]:
+        """Have the node, or one worker, emptied; how it is then."""
+        return await self._ask("/drain", {"deadline_s": deadline_s, "worker": worker})
+
+    async def cancel_drain(self, *, worker: str | None = None) -> dict[str, Any]:
+        """Have it serve again."""
+        query = "" if worker is None else f"?{urlencode({'worker': worker})}"
+        return await self._ask(f"/drain{query}", {}, method="DELETE")
+
+    async def drains(self) -> dict[str, Any]:
+        """How the node's drain is, and those of its workers."""
+        return await self._ask("/drain", {}, method="GET")
+
+    async def _ask(self, path: str, body: dict[str, Any], *, method: str = "POST") -> dict[str, Any]:
+        async with self._asking(method, path, body) as answer:
             raw = await answer.read()
         if answer.status != 200:
             raise _refused(answer.status, raw)
@@ -70,13 +86,13 @@ class ControlClient:
         return told
 
     @asynccontextmanager
-    async def _posting(
-        self, path: str, body: dict[str, Any], headers: Mapping[str, str] | None = None
+    async def _asking(
+        self, method: str, path: str, body: dict[str, Any], headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         if self._http is None:
             raise EngineError("the control client is not open; use it with `async with`")
         try:
-            async with self._http.post(path, json=body, headers=headers) as answer:
+            async with self._http.request(method, path, json=body, headers=headers) as answer:
                 yield answer
         except (OSError, aiohttp.ClientError) as error:
             raise EngineError(

@@ -176,7 +176,10 @@ class SidecarCoordinator:
 
     def resumed(self, facts: SessionFacts, placement: Placement, gap_s: float) -> None:
         """The new owner's stream went on."""
-        self._settling.resumed(self._records[facts.session], gap_s)
+        record = self._records[facts.session]
+        if record.tracker.failovers and record.tracker.failovers[-1].reason == Reason.MOVE:
+            self._metrics.drain_pause_s.observe(gap_s)
+        self._settling.resumed(record, gap_s)
 
     def journaled(self, facts: SessionFacts, placement: Placement) -> int:
         """How many outputs the owner's engine has journaled."""

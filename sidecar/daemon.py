@@ -36,9 +36,12 @@ from .choice import Tier
 from .config import Listen, Settings
 from .control import Control, serving_control
 from .coordinator import CoordinatorSettings, SidecarCoordinator
+from .drain.drains import Drains
 from .drain.here import Here
+from .drain.node import NodeDrain
 from .drain.room import Rooms
 from .drain.saving import Bring, Saving
+from .drain.worker import WorkerDrain
 from .fleet.record import Record
 from .fleet_access import believer_of, node_name, node_url, streams_of
 from .fleet_api import fleet_routes, node_record, proving
@@ -92,7 +95,6 @@ class _Daemon:
         self._lifelines = LifelineWatch()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._releases: set[asyncio.Task[None]] = set()
-        self._stopping = asyncio.Event()
         self._checking: set[tuple[str, int]] = set()
         self._holder = HolderKeeper(self._state / "holder.sock", on_restart=self._metrics.holder_restarts.inc)
         self._replicas = self._replicas_keeper()
@@ -116,6 +118,12 @@ class _Daemon:
         )
 
         self._here = Here(self._workers, self._coordinator, self._holder.sizes, settings.arena.slot_count)
+        self._drains = Drains(
+            NodeDrain(self._coordinator),
+            self._worker_drain,
+            self._begin_again,
+            within_s=settings.supervise.stop_timeout_s,
+        )
 
     # ---- life
 
@@ -125,7 +133,7 @@ class _Daemon:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             # A terminal that is closed is no reason to cut streams off; under nohup it is none to stop at all.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                loop.add_signal_handler(number, self._stopping.set)
+                loop.add_signal_handler(number, self._drains.order, number.name)
         async with AsyncExitStack() as stack:
             port = self._port()
             listener = listen(self._settings.listen.host, port)
@@ -156,7 +164,7 @@ class _Daemon:
                 await stack.enter_async_context(streams.following())
             if record_now is not None:
                 await stack.enter_async_context(as_member(standing, record_now, self._settings.fleet.lease_s))
-            control = Control(self._coordinator, proxy_settings(self._settings, self._adapter))
+            control = Control(self._coordinator, proxy_settings(self._settings, self._adapter), self._drains)
             await stack.enter_async_context(serving_control(self._state, control))
             stack.push_async_callback(self._stop_engines)
             self._start_workers()
@@ -164,16 +172,11 @@ class _Daemon:
             host, bound = listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             _LOG.info("event=listening url=http://%s:%d state_dir=%s", shown, bound, self._state)
-            await self._stopping.wait()
+            stack.push_async_callback(self._drains.close)
+            # No new sessions; those that run may end or move, within the time that whoever ordered it gives them.
+            await self._drains.node.over()
             _LOG.info("event=stopping sessions=%d", self._coordinator.open_count)
-            await self._drain()
         return 0
-
-    async def _drain(self) -> None:
-        """No new sessions; running ones may end, for as long as an engine may take to stop."""
-        self._coordinator.draining = True
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._coordinator.idle(), self._settings.supervise.stop_timeout_s)
 
     async def _stop_engines(self) -> None:
         await asyncio.gather(*(s.stop() for s in self._supervised.values()))
@@ -460,6 +463,38 @@ class _Daemon:
 
     # ---- sessions that leave
 
+    def _worker_drain(self, name: str) -> WorkerDrain | None:
+        if name not in {worker.name for worker in self._workers.all()}:
+            return None
+        return WorkerDrain(
+            self._workers.get(name),
+            self._here,
+            self._coordinator,
+            self._metrics,
+            at_once=self._settings.drain.moves_at_once,
+            end=partial(self._end_worker, name),
+        )
+
+    async def _end_worker(self, name: str) -> None:
+        """A drained worker that midstream has started ends; sessions that it still has are taken over."""
+        supervised = self._supervised.get(name)
+        if supervised is None:
+            return
+        epoch = self._workers.get(name).current
+        if epoch is not None and epoch.sessions:
+            # In good order it would abort them, and give their blocks away.
+            for process in supervised.processes():
+                send(process, signal.SIGKILL)
+        await supervised.stop()
+
+    def _begin_again(self, name: str) -> None:
+        """A worker that a drain has ended takes sessions again, when it is up."""
+        self._workers.get(name).leaving = False
+        self._coordinator.workers_changed()
+        supervised = self._supervised.get(name)
+        if supervised is not None:
+            supervised.start()
+
     @property
     def _bring(self) -> Bring | None:
         replicas = self._replicas
@@ -521,6 +556,7 @@ class _Daemon:
             except MidstreamError:
                 self._mover_status = None
             self._metrics.set_mover(self._mover_status)
+            self._metrics.drain_left.set(self._drains.left())
             if self._replicas is not None:
                 self._metrics.set_replicas(await self._replicas.status())
             for name, supervised in self._supervised.items():
@@ -534,6 +570,7 @@ class _Daemon:
             "version": version("midstream"),
             "state_dir": str(self._state),
             "draining": self._coordinator.draining,
+            "drain": self._drains.told(),
             "sessions_open": self._coordinator.open_count,
             "holder": {"socket": str(self._holder.socket), "pid": self._holder.pid},
             "mover": {"pid": self._mover.pid, "restarts": self._mover.restarts, **(self._mover_status or {})},

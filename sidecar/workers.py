@@ -108,6 +108,8 @@ class Worker:
     current: Epoch | None = None
     older: list[Epoch] = field(default_factory=list)
     restart_count: int = 0
+    # It is being emptied: it goes on with what it has, and takes nothing.
+    leaving: bool = False
 
     @property
     def session_count(self) -> int:
@@ -164,12 +166,13 @@ class Workers:
 
     def ready(self) -> list[Worker]:
         """Workers that can take sessions."""
-        return [w for w in self._workers.values() if w.state is WorkerState.READY and w.current is not None]
+        ready = (w for w in self._workers.values() if w.state is WorkerState.READY and w.current is not None)
+        return [w for w in ready if not w.leaving]
 
     def coming(self) -> bool:
         """Whether a worker that is not ready may become so."""
         hopeful = (WorkerState.STARTING, WorkerState.RESTARTING, WorkerState.DEAD, WorkerState.UNREACHABLE)
-        return any(w.state in hopeful for w in self._workers.values())
+        return any(w.state in hopeful and not w.leaving for w in self._workers.values())
 
     def candidates(self) -> list[Candidate]:
         """The ready workers, as the choice sees them."""
