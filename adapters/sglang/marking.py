@@ -35,6 +35,12 @@ def with_marker(params: Mapping[str, Any], marker: Marker) -> dict[str, Any]:
     return marked
 
 
+def has_marker(request: Any) -> bool:
+    """Whether a scheduler's request has a marker, whatever it says."""
+    fields = request.sampling_params.custom_params
+    return isinstance(fields, dict) and field() in fields
+
+
 def marker_of(request: Any) -> Marker | None:
     """The marker of a scheduler's request, or None; ValueError if there is one that cannot be read."""
     fields = request.sampling_params.custom_params

@@ -9,9 +9,10 @@ from typing import Any
 from ..guard import guarded, log, patch, report
 from ..plugin_settings import plugin_settings
 from . import overlap
+from .follower import Follower
 from .scheduler_side import SchedulerSide
 
-_side: SchedulerSide | None = None
+_side: Follower | None = None
 
 
 def install() -> None:
@@ -51,13 +52,21 @@ def _start(scheduler: Any) -> None:
     settings = plugin_settings()
     if settings is None:
         return
+    # Ranks do alike whatever changes batches, also where the first one gets no arena.
+    _side = Follower(scheduler)
     if settings.arena is None:
-        log.warning("midstream: no arena is named; the plugin does nothing")
+        log.warning("midstream: no arena is named; nothing is journaled")
         return
-    try:
-        _side = SchedulerSide(settings, scheduler, lambda request: _enqueue(scheduler, request))
-    except Exception:
-        report("start of the scheduler side")
+    if _is_first(scheduler):
+        try:
+            _side = SchedulerSide(settings, scheduler, lambda request: _enqueue(scheduler, request))
+        except Exception:
+            report("start of the scheduler side")
+
+
+def _is_first(scheduler: Any) -> bool:
+    """Whether this is the scheduler that journals; an arena has one writer."""
+    return not (scheduler.ps.tp_rank or scheduler.ps.pp_rank or scheduler.ps.dp_rank)
 
 
 _original_enqueue: Any = None
@@ -80,7 +89,7 @@ def _arriving(original: Any) -> Any:
 
 
 @guarded(default=False)
-def _arrives(side: SchedulerSide, request: Any) -> bool:
+def _arrives(side: Follower, request: Any) -> bool:
     return side.arrives(request)
 
 
@@ -95,7 +104,7 @@ def _stepping(original: Any) -> Any:
 
 
 @guarded(default=None)
-def _before_step(side: SchedulerSide) -> None:
+def _before_step(side: Follower) -> None:
     side.before_step()
 
 
@@ -109,7 +118,7 @@ def _aborting(original: Any) -> Any:
 
 
 @guarded(default=None)
-def _abort(scheduler: Any, side: SchedulerSide, message: Any) -> None:
+def _abort(scheduler: Any, side: Follower, message: Any) -> None:
     from sglang.srt.managers.io_struct import AbortReq
 
     for request in side.aborted(message):
@@ -135,7 +144,7 @@ def _journaling(original: Any) -> Any:
 
 
 @guarded(default=None)
-def _before_output(side: SchedulerSide, requests: Any, skipped: Any) -> None:
+def _before_output(side: Follower, requests: Any, skipped: Any) -> None:
     side.before_output(requests, skipped)
 
 
@@ -149,7 +158,7 @@ def _retracting(original: Any) -> Any:
 
 
 @guarded(default=None)
-def _retracted(side: SchedulerSide, request: Any) -> None:
+def _retracted(side: Follower, request: Any) -> None:
     side.retracted(request)
 
 
@@ -164,7 +173,7 @@ def _counting(original: Any) -> Any:
 
 
 @guarded(default=None)
-def _count(side: SchedulerSide, batch: Any, sampling_info: Any) -> None:
+def _count(side: Follower, batch: Any, sampling_info: Any) -> None:
     side.sampling_begins(batch, sampling_info)
 
 
@@ -179,7 +188,7 @@ def _clearing(original: Any) -> Any:
 
 
 @guarded(default=None)
-def _cleared(side: SchedulerSide) -> None:
+def _cleared(side: Follower) -> None:
     side.pages_cleared()
 
 

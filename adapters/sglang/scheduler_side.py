@@ -15,14 +15,13 @@ from ...session.errors import ArenaError
 from ...session.marker import FINISHES as ENDS
 from ...session.marker import KvSource, Marker
 from ...session.records import LoadState
-from ..guard import count_errors_with, log, report
+from ..guard import count_errors_with, guarded, log, report
 from ..plugin_settings import PluginSettings
 from ..prompt import prompt_hash
-from . import penalties
+from .follower import Follower, take_up
 from .identity import facts_of
 from .marking import checked_marker
 from .pages import Pages
-from .re_entry import fail_later, re_enter
 from .reservations import Reservations
 from .restore import Restores
 from .settings_of_engine import server_options
@@ -33,17 +32,15 @@ LOOK_EVERY_S = 1.0
 RESERVED_S_MAX = 1200.0
 
 
-class SchedulerSide:
+class SchedulerSide(Follower):
     """Everything that midstream does in the scheduler."""
 
     def __init__(self, settings: PluginSettings, scheduler: Any, enqueue: Callable[[Any], None]) -> None:
         """`enqueue` hands a request to SGLang as if there were no plugin."""
         if settings.arena is None:
             raise ValueError("no arena is named in the environment")
-        if scheduler.ps.tp_rank or scheduler.ps.pp_rank or (scheduler.ps.dp_rank or 0):
-            raise ValueError("an arena has one writer, the first of an engine's schedulers")
+        super().__init__(scheduler)
         self._settings = settings
-        self._scheduler = scheduler
         self._enqueue = enqueue
         self._arena = ArenaWriter.open(settings.arena)
         count_errors_with(lambda: self._arena.count(Counter.HOOK_ERRORS))
@@ -95,22 +92,15 @@ class SchedulerSide:
         marker = checked_marker(request)
         if marker is None:
             return False
-        resume = marker.resume
-        outputs = resume.outputs if resume is not None else ()
         tracked = self._admit(request, marker)
-        if not outputs or resume is None:
-            return False
-        if re_enter(request, outputs, resume.finish, self._scheduler.model_config.think_end_id):
-            # The replay is the whole answer, its ending and all; nothing is computed.
-            self._hand_out(request)
+        if take_up(self._scheduler, request, marker):
             return True
-        if request.stream:
-            self._hand_out(request)
         if tracked is None or tracked.phase is not Phase.AWAITED:
             return False
         self._restores.begin(tracked)
         return True
 
+    @guarded(default=None)
     def _admit(self, request: Any, marker: Marker) -> Tracked | None:
         """Give the session its place in the arena, if it can have one."""
         if has_more_than_tokens(request):
@@ -124,7 +114,7 @@ class SchedulerSide:
             return None
         phase = Phase.NEW
         if resume is not None and outputs:
-            offered = resume.kv is not KvSource.NONE and not resume.finish
+            offered = bool(self.facts["pools"]) and resume.kv is not KvSource.NONE and not resume.finish
             same = fingerprint == resume.prompt_hash and is_reproducible(request, deterministic=self._deterministic)
             phase = Phase.AWAITED if offered and same else Phase.WITHOUT_KV
             if phase is Phase.WITHOUT_KV:
@@ -132,10 +122,6 @@ class SchedulerSide:
         tracked = Tracked(request, marker, slot, phase, len(outputs))
         self._tracked[request.rid] = tracked
         return tracked
-
-    def _hand_out(self, request: Any) -> None:
-        """Send what the request has: its outputs go through SGLang's own front end again."""
-        self._scheduler.output_streamer.stream_output([request], request.return_logprob)
 
     def _compute(self, tracked: Tracked) -> None:
         """Its KV did not come: the scheduler computes prompt and outputs."""
@@ -228,20 +214,6 @@ class SchedulerSide:
             # What was loaded is gone with its pages.
             tracked.slot.report(LoadState.FAILED, 0, 0)
         tracked.slot.set_blocks(())
-
-    def sampling_begins(self, batch: Any, sampling_info: Any) -> None:
-        """A batch has new counters of penalties: count the outputs of sessions that come into it with some."""
-        penalties.put_in_order(sampling_info.penalizer_orchestrator)
-        prebuilt = batch.forward_mode.is_prebuilt()
-        for row, request in enumerate(batch.reqs):
-            if len(request.output_ids) and request.rid in self._tracked:
-                # The first decode after a prebuilt batch counts the last one itself.
-                outputs = request.output_ids[:-1] if prebuilt else request.output_ids
-                try:
-                    penalties.catch_up(sampling_info.penalizer_orchestrator, row, outputs)
-                except Exception:
-                    report("penalties of a session")
-                    fail_later(request, "midstream: the penalties of its outputs cannot be counted")
 
     # ---- requests that leave otherwise
 

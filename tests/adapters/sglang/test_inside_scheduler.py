@@ -106,7 +106,7 @@ options = Options()
 get_context().set_server_args(options)
 get_flags().attn.backend = "torch_native"
 marking.draw_field()
-scheduler_side.facts_of = lambda scheduler: ({"v": 1}, False)
+scheduler_side.facts_of = lambda scheduler: ({"v": 1, "pools": ["w/1/0"]}, False)
 scheduler_hooks.install()
 """
 
@@ -219,6 +219,65 @@ rig.allocator.clear()
 rig.check_pages()
 """
 
+# Two schedulers of one engine are given the same requests: what they make of them must be the same.
+RANKS = """
+from midstream.adapters.sglang.follower import Follower
+
+def made_of(rig, side, request, name):
+    before = len(rig.sent)
+    queued = not side.arrives(request)
+    sent = [(list(told.output_ids[0]), told.finished_reasons) for told in rig.sent[before:]]
+    return name, queued, list(request.output_ids), request.finished(), sent
+
+first, beside = Rig(RadixCache), Rig(ChunkCache)
+# An engine of several ranks has no pool that it offers.
+first.side.facts["pools"] = []
+follower = Follower(beside.scheduler)
+whole = tuple(range(200, 280))
+asked = {
+    "new": {}, "kv": {"resume": first.resume()}, "none": {"resume": first.resume(KvSource.NONE)},
+    "ended": {"resume": first.resume(KvSource.NONE, "length", whole)},
+    "impossible": {"resume": first.resume(outputs=(5000,))},
+}
+for name, more in asked.items():
+    try:
+        one = made_of(first, first.side, first.request(A, **more), name)
+    except ValueError as error:
+        one = str(error)
+    try:
+        other = made_of(beside, follower, beside.request(A, **more), name)
+    except ValueError as error:
+        other = str(error)
+    assert one == other, (one, other)
+    assert first.side._tracked.clear() is None
+assert not first.side.is_waiting and first.side.held_tokens == 0
+
+# Where the first one cannot write to its arena any more, it still does what the others do.
+def full(*_):
+    raise OSError("no arena")
+
+first.side._arena.admit = full
+one = made_of(first, first.side, first.request(B, first.resume()), "")
+assert one == made_of(beside, follower, beside.request(B, beside.resume()), ""), one
+assert one[2] == list(OUTPUTS) and one[4]
+
+class Info:
+    def __init__(self):
+        self.penalizer_orchestrator = types.SimpleNamespace(penalizers={}, is_required=True, device="cpu")
+
+counted = []
+from midstream.adapters.sglang import penalties
+penalties.catch_up = lambda orchestrator, row, outputs: counted.append((row, list(outputs)))
+for rig, side in ((first, first.side), (beside, follower)):
+    requests = [rig.request(C, rig.resume(KvSource.NONE)), rig.request(A)]
+    for request in requests:
+        side.arrives(request)
+    rig.scheduler.running_batch.reqs = requests
+    batch = types.SimpleNamespace(reqs=requests, forward_mode=types.SimpleNamespace(is_prebuilt=lambda: False))
+    side.sampling_begins(batch, Info())
+assert counted == [(0, list(OUTPUTS))] * 2, counted
+"""
+
 # A loop's own: one result waits while the next step is made.
 OVERLAPPED = """
 import types
@@ -281,6 +340,7 @@ except RuntimeError:
         pytest.param(TAKEN_UP, id="a session that is taken up goes on in its own pages"),
         pytest.param(ENDINGS, id="what its outputs end is told so and never computed"),
         pytest.param(OTHERWISE, id="what cannot be taken up is computed, or over"),
+        pytest.param(RANKS, id="ranks make the same of a request"),
     ],
 )
 def test_inside(program: str, tmp_path: Path) -> None:
