@@ -259,7 +259,6 @@ class GatewayCoordinator:
         move = session.move
         if move is None or session.back:
             # None, or one that has failed: that is a takeover like any other.
-            session.move_over()
             return None
         session.back = move.source
         node, now_s = self.nodes.get(move.target), time.monotonic()

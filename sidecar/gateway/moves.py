@@ -153,17 +153,15 @@ class Moves:
         if session.facts.exact_obstacle or (wants_logprobs(session.facts.body) and not session.facts.stream):
             raise Refused("not_exact", "its tokens so far cannot be gone on from; it may end where it is")
         target = await self._hold(node, session, leaving)
-        came = False
         try:
             to = await self._saved_before(node, session, target)
-            if not self._may_cut(node, session, target):
-                return
-            came = await self._cut(node, session, target, to)
+            if self._may_cut(node, session, target):
+                await self._cut(node, session, target, to)
         finally:
             session.open_gate()
-            if not came:
-                with suppress(Refused):
-                    await self._orders.release(target.url, id)
+            # It has come, or will not come.
+            with suppress(Refused):
+                await self._orders.release(target.url, id)
 
     async def _hold(self, node: Node, session: Session, leaving: Leaving) -> Node:
         """A node that has KV of that kind and holds a place. Raises Refused."""
@@ -224,8 +222,8 @@ class Moves:
             and still.is_ready
         )
 
-    async def _cut(self, node: Node, session: Session, target: Node, to: str) -> bool:
-        """The pause: the tail is saved, and the session told to go on there. Whether it came. Raises Refused."""
+    async def _cut(self, node: Node, session: Session, target: Node, to: str) -> None:
+        """The pause: the tail is saved, and the session told to go on there; returns when it does. Raises Refused."""
         session.close_gate()
         closed_s = time.monotonic()
         try:
@@ -234,7 +232,7 @@ class Moves:
         except TimeoutError:
             raise Refused("slow", f"its tail was not saved within {PAUSE_S:g} s; it goes on where it is") from None
         if not self._may_cut(node, session, target):
-            return False
+            return
         outputs = () if wants_logprobs(session.facts.body) else saved.outputs
         session.move = move = Move(target.id, node.id, outputs, closed_s)
         session.interrupt(Reason.MOVE)
@@ -242,7 +240,6 @@ class Moves:
         with suppress(TimeoutError):
             async with asyncio.timeout(RESUMES_S):
                 await move.over.wait()
-        return move.came
 
     # ----
 

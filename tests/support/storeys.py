@@ -7,6 +7,7 @@ real. So what the two say to each other is what they say in a fleet, and what en
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import aiohttp
@@ -18,8 +19,12 @@ from midstream.proxy.server import build_app, make_runner
 from midstream.proxy.settings import ProxySettings
 from midstream.session.errors import Refused
 from midstream.session.marker import KvSource, Marker, Resume
+from midstream.sidecar.drain.order import Leaving
+from midstream.sidecar.drain.room import Free, Rooms
+from midstream.sidecar.drain.saving import Saved
 from midstream.sidecar.fleet.proof import SecretBeliever, SecretProver
-from midstream.sidecar.fleet_api import fleet_routes, node_record
+from midstream.sidecar.fleet_api import fleet_routes, node_record, proving
+from midstream.sidecar.fleet_moves import move_routes
 from midstream.sidecar.gateway.coordinator import GatewayCoordinator
 from midstream.sidecar.gateway.moves import MoveSettings
 from midstream.sidecar.gateway.node_watch import NodeWatch
@@ -33,6 +38,7 @@ from .scripted import ScriptedCoordinator, ScriptedEngine
 
 SECRET = b"of this fleet, and of no other 0"
 SLOTS = 8
+KEY = "k" * 32
 
 
 class NodeCoordinator(ScriptedCoordinator):
@@ -47,6 +53,8 @@ class NodeCoordinator(ScriptedCoordinator):
         self.models: tuple[str, ...] = ()
         self.first_kv = KvSource.NONE
         self.admission_wait_s = 0.0
+        # Sessions that run here.
+        self.open: set[str] = set()
         self._outcomes: dict[str, list[Outcome]] = {}
         self._unseen: set[str] = set()
 
@@ -89,6 +97,7 @@ class NodeCoordinator(ScriptedCoordinator):
         """Note it."""
         super().ended(facts, ending, tokens)
         self.open_count -= 1
+        self.open.discard(facts.session)
 
     def reported(self, facts: SessionFacts, placement: Placement, takeovers: int, outcome: Outcome | None) -> None:
         """Engines are no nodes."""
@@ -106,18 +115,64 @@ class NodeCoordinator(ScriptedCoordinator):
         return self.models
 
     def ready(self) -> list[Any]:
-        """Workers without a key."""
+        """Workers, all of the same key."""
         return [_Worker()] * self.ready_count
 
     def _begin(self, facts: SessionFacts) -> None:
         self._next[facts.session] = 0
         self._outcomes[facts.session] = []
+        self.open.add(facts.session)
         self.open_count += 1
         self.open_max = max(self.open_max, self.open_count)
 
 
 class _Worker:
-    current = None
+    current = SimpleNamespace(key=SimpleNamespace(digest=lambda: KEY))
+
+
+class Moving:
+    """How a node gives sessions away, and what it holds for others: what a test has it say."""
+
+    def __init__(self, coordinator: NodeCoordinator) -> None:
+        self._coordinator = coordinator
+        self.rooms = Rooms()
+        self.places = SLOTS
+        # Sessions that were saved, whether it was the last time, and where.
+        self.saves: list[tuple[str, bool, str]] = []
+        self.saving_now = self.saving_max = 0
+        self.seconds = 0.0
+        self.refusal: Refused | None = None
+        # The last save of a session waits for this.
+        self.may_end = asyncio.Event()
+        self.may_end.set()
+
+    def leaving(self) -> list[Leaving]:
+        """All that runs here."""
+        return [Leaving(session, 100, len(self._journal(session))) for session in sorted(self._coordinator.open)]
+
+    def free(self) -> list[Free]:
+        """One worker."""
+        return [Free(KEY, self.places - self._coordinator.open_count, None)]
+
+    async def save(self, session: str, to: str, *, last: bool) -> Saved:
+        """Say what the engine has journaled, when that was asked."""
+        self.saves.append((session, last, to))
+        self.saving_now += 1
+        self.saving_max = max(self.saving_max, self.saving_now)
+        try:
+            if last:
+                await self.may_end.wait()
+            await asyncio.sleep(0.01)
+        finally:
+            self.saving_now -= 1
+        if self.refusal is not None:
+            raise self.refusal
+        if session not in self._coordinator.open:
+            raise Refused("no_session", f"no session {session} is in flight")
+        return Saved(self._journal(session), 100, 1, 0, self.seconds)
+
+    def _journal(self, session: str) -> tuple[int, ...]:
+        return next((tuple(e.journals[session]) for e in self._coordinator.engines if session in e.journals), ())
 
 
 class Node:
@@ -127,6 +182,9 @@ class Node:
         self.name = name
         self.believer = believer or SecretBeliever(SECRET)
         self.coordinator = NodeCoordinator(*engines)
+        self.moving = Moving(self.coordinator)
+        # Where it keeps snapshots of others.
+        self.replicas = f"peer://{name}:1"
         self.settings = ProxySettings()
         # What is added to every answer.
         self.headers: dict[str, str] = {}
@@ -141,8 +199,12 @@ class Node:
         coordinator = cast(Any, self.coordinator)
         told = {"name": self.name, "url": "http://127.0.0.1", "slots": SLOTS}
         more = fleet_routes(
-            self.believer, coordinator, lambda: node_record(coordinator, coordinator, coordinator, **told)
+            self.believer,
+            coordinator,
+            lambda: node_record(coordinator, coordinator, coordinator, replicas=self.replicas, **told),
         )
+        moving = cast(Any, self.moving)
+        more += move_routes(proving(self.believer), moving, self.moving.rooms, moving)
         app = build_app(self.coordinator, self.settings, routes=more, believer=self.believer)
         app.middlewares.append(self._middleware)
 
@@ -220,7 +282,7 @@ class Storeys:
 
     @property
     def serving(self) -> list[str]:
-        """Where the gateway has sessions."""
+        """Where the gateway has sessions, one name a session."""
         return [node.id for node in self.coordinator.nodes.all() for _ in range(node.open)]
 
     def last(self) -> dict[str, Any]:
