@@ -11,6 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from .cards.figures import CardFigures
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _GAPS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _RESTORES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -30,6 +32,8 @@ class Metrics:
         for status in (self._mover, self._replicas):
             self.registry.register(status)
         registry = self.registry
+        self.cards = CardFigures()
+        registry.register(self.cards)
         self.failovers = Counter(
             "midstream_failovers",
             "Interruptions of sessions: why, what they came to, and from which tier the KV was.",
