@@ -51,6 +51,12 @@ class NodeDrain:
         self._become(phase.cancelled(self._drain))
         return True
 
+    def withdraw(self, reason: str) -> None:
+        """Who gave that order takes it back; those of others hold."""
+        if reason in self._drain.reasons:
+            _LOG.info("event=drain_withdrawn reason=%s", reason)
+            self._become(phase.withdrawn(self._drain, reason))
+
     def told(self) -> dict[str, Any]:
         """For people and programs."""
         left = self._coordinator.open_count

@@ -4,8 +4,9 @@
        ↑          │
        └──────────┘                      cancelled: as if it had not been
 
-Owns until when a drain waits. Invariants: of several orders the nearest deadline holds, whoever gave it; an order to
-cancel ends all of them; what is over stays so. Time is an argument.
+Owns until when a drain waits. Invariants: it has as many orders as were given and not taken back, one for each reason,
+and of all of them the nearest deadline holds; an order to cancel ends all of them; what is over stays so. Time is an
+argument.
 """
 
 from dataclasses import dataclass, replace
@@ -22,12 +23,11 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """`reasons` are those of all orders that were not cancelled, the first one first; `left` what was last counted."""
+    """`orders` are reasons and until when, the first one first; `left` is what was last counted."""
 
     phase: Phase = Phase.SERVING
-    reasons: tuple[str, ...] = ()
+    orders: tuple[tuple[str, float], ...] = ()
     since_s: float = 0.0
-    deadline_s: float = float("inf")
     left: int = 0
 
     @property
@@ -35,17 +35,37 @@ class Drain:
         """Whether nothing new is taken, and it may still be cancelled."""
         return self.phase is Phase.DRAINING
 
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why."""
+        return tuple(reason for reason, _ in self.orders)
+
+    @property
+    def deadline_s(self) -> float:
+        """When it is over in any case."""
+        return min((until_s for _, until_s in self.orders), default=float("inf"))
+
 
 def ordered(drain: Drain, reason: str, within_s: float, now_s: float) -> Drain:
-    """Somebody wants it to be empty within that time."""
+    """Somebody wants it to be empty within that time; whoever wants it again may want it sooner, and not later."""
+    until_s = now_s + within_s
     match drain.phase:
         case Phase.SERVING:
-            return Drain(Phase.DRAINING, (reason,), now_s, now_s + within_s, drain.left)
+            return Drain(Phase.DRAINING, ((reason, until_s),), now_s, drain.left)
         case Phase.DRAINING:
-            reasons = drain.reasons if reason in drain.reasons else (*drain.reasons, reason)
-            return replace(drain, reasons=reasons, deadline_s=min(drain.deadline_s, now_s + within_s))
+            known = dict(drain.orders)
+            known[reason] = min(known.get(reason, until_s), until_s)
+            return replace(drain, orders=tuple(known.items()))
         case Phase.OVER:
             return drain
+
+
+def withdrawn(drain: Drain, reason: str) -> Drain:
+    """Who gave that order takes it back; where it was the only one, as if it had not been."""
+    if not drain.is_under_way or reason not in drain.reasons:
+        return drain
+    orders = tuple(order for order in drain.orders if order[0] != reason)
+    return replace(drain, orders=orders) if orders else cancelled(drain)
 
 
 def cancelled(drain: Drain) -> Drain:

@@ -44,6 +44,20 @@ def test_a_cancelled_drain_is_as_if_it_had_not_been_and_one_that_is_over_stays_s
     assert phase.ordered(over, "operator", 5, 3) is over
 
 
+def test_an_order_that_is_taken_back_leaves_those_of_others() -> None:
+    both = phase.ordered(phase.ordered(Drain(), "notice:aws", 30, 0), "operator", 100, 0)
+    left = phase.withdrawn(both, "notice:aws")
+    assert (left.phase, left.reasons, left.deadline_s) == (Phase.DRAINING, ("operator",), 100)
+    assert phase.withdrawn(left, "notice:gcp") is left
+    assert phase.withdrawn(left, "operator").phase is Phase.SERVING
+
+
+def test_who_orders_again_may_want_it_sooner_and_not_later() -> None:
+    drain = phase.ordered(phase.ordered(Drain(), "operator", 30, 0), "operator", 100, 5)
+    assert drain.deadline_s == 30
+    assert phase.ordered(drain, "operator", 5, 10).deadline_s == 15
+
+
 def test_the_dearest_leave_first_and_the_short_ones_not_at_all() -> None:
     sessions = [Leaving("a", 100, 10), Leaving("b", 900, 10, 1.5), Leaving("c", 500, 10, 60.0)]
     assert [one.session for one in dearest_first(sessions)] == ["c", "a"]
