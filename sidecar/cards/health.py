@@ -23,6 +23,8 @@ RECOVERY_ACTIONS = {
     7: "reboot the system",
 }
 _LINK_ACTIONS = (3, 5)
+# Events that are no Xids, and after which the card's memory is not to be trusted.
+_GRAVE = ("ecc-double", "row-not-retired", "poison", "poison-fatal", "unavailable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,9 @@ class Card:
 def heard(card: Card, event: Event) -> tuple[Card, tuple[Finding, ...]]:
     """The card after an event, and what is new."""
     if not event.xid:
-        finding = Finding(card.uuid, event.name, Verdict.WATCH, f"the driver tells of {event.name}")
+        is_grave = event.name in _GRAVE
+        verdict = Verdict.MOVE if is_grave else Verdict.WATCH
+        finding = Finding(card.uuid, event.name, verdict, f"the driver tells of {event.name}", is_suspect=is_grave)
         return _with(card, finding, sticks=True)
     xid = known(event.xid)
     counted = replace(card, xids={**card.xids, event.xid: card.xids.get(event.xid, 0) + 1})

@@ -1,6 +1,6 @@
 """NVML without a card: what it told somewhere is played back. `Played` for the watch, `Module` in place of `pynvml`.
 
-`Module` has the words, numbers and errors of the real `pynvml`, which is installed for tests; only its calls are others.
+`Module` has the words, numbers and errors of the real `pynvml`, installed for tests; only its calls are others.
 """
 
 import queue
@@ -50,7 +50,7 @@ class Error(int):
     """A code that is raised."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Device:
     """One card as NVML has it; what has no answer is not supported."""
 

@@ -75,6 +75,12 @@ def test_an_xid_of_a_killed_process_is_counted_and_no_reason() -> None:
     assert (new, card.verdict, card.xids) == ((), Verdict.IGNORE, {45: 1})
 
 
+@pytest.mark.parametrize(("name", "verdict"), [("ecc-double", Verdict.MOVE), ("ecc-storm", Verdict.WATCH)])
+def test_events_that_are_no_xids_count_too(name: str, verdict: Verdict) -> None:
+    _, [found] = heard(Card(GPU), Event(GPU, 0, name))
+    assert (found.reason, found.verdict, found.is_suspect) == (name, verdict, verdict is Verdict.MOVE)
+
+
 def test_an_xid_that_nobody_knows_is_watched() -> None:
     _, [found] = heard(Card(GPU), Event(GPU, 999))
     assert (found.verdict, found.text) == (Verdict.WATCH, "Xid 999: not in the table")

@@ -1,4 +1,4 @@
-"""The watch over recorded events: its thread, the library's own words, the metrics, and a driver that hangs or is gone.."""
+"""The watch over recorded events: its thread, the library's words, the metrics, and a driver that hangs or is gone."""
 
 import asyncio
 import time
