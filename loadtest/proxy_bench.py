@@ -133,8 +133,11 @@ def usual_round(direct: list[Measured], proxied: list[Measured]) -> tuple[Measur
     return pairs[(len(pairs) - 1) // 2]
 
 
-async def measure(plan: Plan, reattach_s: float = 0.0) -> Figures:
-    """Run the plan, on a proxy that keeps streams so long. Needs two cores: the proxy gets the last one for itself."""
+async def measure(plan: Plan, reattach_s: float = 0.0, *, fenced: bool = False) -> Figures:
+    """Run the plan, on a proxy that keeps streams so long, or asks before each write as nodes of a fleet do.
+
+    Needs two cores: the proxy gets the last one for itself.
+    """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise RuntimeError("the benchmark needs two cores: one for the proxy, one for worker and clients")
@@ -143,11 +146,11 @@ async def measure(plan: Plan, reattach_s: float = 0.0) -> Figures:
         on_cores(set(cores[:-1])),
         process_of("midstream.loadtest.proxy_bench_engine") as (_, direct),
         process_of(
-            "midstream.proxy.standalone", "--worker", direct, "--reattach-s", str(reattach_s), core=cores[-1]
-        ) as (
-            proxy,
-            url,
-        ),
+            "midstream.proxy.standalone",
+            *("--worker", direct, "--reattach-s", str(reattach_s)),
+            *(["--fenced"] if fenced else []),
+            core=cores[-1],
+        ) as (proxy, url),
     ):
         idle = proxy.memory_info().rss / 2**20
         for target in (direct, url):
@@ -223,9 +226,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--rounds", type=int, default=3, choices=range(1, 11), metavar="1-10")
     parser.add_argument("--reattach-s", type=float, default=0.0, help="have the proxy keep streams for their clients")
+    parser.add_argument("--fenced", action="store_true", help="have the proxy ask before each write")
     arguments = parser.parse_args()
     plan = usual_plan(arguments.rounds)
-    figures = uvloop.run(measure(plan, arguments.reattach_s))
+    figures = uvloop.run(measure(plan, arguments.reattach_s, fenced=arguments.fenced))
     if arguments.json:
         print(json.dumps({"machine": machine(), **asdict(figures), "missed": figures.missed}))
     else:

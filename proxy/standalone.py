@@ -7,6 +7,7 @@ take a session over here: a lost worker ends its sessions in a clear error. The 
 import argparse
 import asyncio
 import resource
+import time
 from collections.abc import Sequence
 
 import uvloop
@@ -15,8 +16,20 @@ from aiohttp import web
 from ..session.errors import Refused
 from ..session.marker import Marker
 from .coordinator import Outcome, Placement, Reason, SessionFacts
+from .permission import Always
 from .server import build_app, make_runner
 from .settings import ProxySettings
+
+
+class FarFence(Always):
+    """A permission that costs what a node's does: its clock is read, and the end lies far ahead."""
+
+    def __init__(self) -> None:
+        self._until_s = time.clock_gettime(time.CLOCK_BOOTTIME) + 1e6
+
+    def may_send(self) -> bool:
+        """Yes."""
+        return time.clock_gettime(time.CLOCK_BOOTTIME) < self._until_s
 
 
 class OneWorker:
@@ -78,9 +91,10 @@ class OneWorker:
         return self._base_url
 
 
-async def serve(worker: str, port: int, settings: ProxySettings) -> None:
+async def serve(worker: str, port: int, settings: ProxySettings, *, fenced: bool) -> None:
     """Serve until cancelled."""
-    runner = make_runner(build_app(OneWorker(worker), settings))
+    permits = FarFence() if fenced else None
+    runner = make_runner(build_app(OneWorker(worker), settings, permits=permits))
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", port, backlog=4096).start()
@@ -96,11 +110,13 @@ def main() -> None:
     parser.add_argument("--worker", required=True, help="base URL of the worker")
     parser.add_argument("--port", type=int, default=0, help="port to listen on (0: any free one)")
     parser.add_argument("--reattach-s", type=float, default=0.0, help="how long streams are kept without a reader")
+    parser.add_argument("--fenced", action="store_true", help="ask before each write whether it may be sent")
     arguments = parser.parse_args()
     # Two descriptors a stream.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    uvloop.run(serve(arguments.worker, arguments.port, ProxySettings(reattach_s=arguments.reattach_s)))
+    settings = ProxySettings(reattach_s=arguments.reattach_s)
+    uvloop.run(serve(arguments.worker, arguments.port, settings, fenced=arguments.fenced))
 
 
 if __name__ == "__main__":
