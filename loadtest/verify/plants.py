@@ -139,7 +139,7 @@ class Planter:
     async def _as_ids(self, prompt: Prompt, fault: Fault) -> Prompt:
         """The same prompt as token ids; for a shifted cut of a length that a block ends soon after."""
         body = {**prompt.body, "max_tokens": 1, "min_tokens": 1}
-        answer = await self._runner.answer(Prompt(prompt.name, prompt.path, body), policy="off")
+        answer = await self._runner.answer(Prompt(prompt.name, prompt.path, body))
         ids = answer.prompt_token_ids
         if not ids:
             raise Refused("prompt_ids", "the engine does not tell the ids of a prompt (return_token_ids)")
@@ -169,7 +169,7 @@ class Planter:
         cut = len(control.tokens) // CUT_SHARE
         rest = {**prompt.body, "prompt": [*prompt.body["prompt"], *control.tokens[:cut]]}
         rest |= {"max_tokens": self._tokens - cut, "min_tokens": self._tokens - cut}
-        answer = await self._runner.answer(Prompt(prompt.name, prompt.path, rest), policy="off")
+        answer = await self._runner.answer(Prompt(prompt.name, prompt.path, rest))
         after = Reading.of(answer)
         joined = Reading(
             (*control.tokens[:cut], *after.tokens), finish=after.finish, usage=control.usage, faults=after.faults

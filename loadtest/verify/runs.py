@@ -18,7 +18,7 @@ import aiohttp
 from ...session.errors import EngineError, Refused
 from ...session.ids import SessionId, session_id
 from ..aim import Shot, kill_at, target
-from ..client import POLICY_HEADER, REPORT_HEADER, Answer, read_stream
+from ..client import REPORT_HEADER, Answer, read_stream
 from ..harness import SidecarProcess, Victim
 from .cuts import Way
 from .judge import Interruption, Reading
@@ -100,15 +100,14 @@ class Runner:
         salt = {"cache_salt": uuid.uuid4().hex} if self._isolate else {}
         return {"model": self._model, **salt, **prompt.body}
 
-    async def answer(
-        self, prompt: Prompt, on_tokens: Callable[[Answer], Any] | None = None, *, policy: str | None = None
-    ) -> Answer:
+    async def answer(self, prompt: Prompt, on_tokens: Callable[[Answer], Any] | None = None) -> Answer:
         """The answer as a hostile client reads it; one without an end is broken. EngineError if the sidecar is gone."""
-        headers = dict(_REPORT) if policy is None else {**_REPORT, POLICY_HEADER: policy}
         url = self.sidecar.url + prompt.path
         try:
             async with asyncio.timeout(ANSWER_S):
-                answer = await read_stream(self.http, url, self.body(prompt), headers=headers, on_tokens=on_tokens)
+                answer = await read_stream(
+                    self.http, url, self.body(prompt), headers=dict(_REPORT), on_tokens=on_tokens
+                )
         except TimeoutError:
             answer = Answer(violations=[f"it had not ended after {ANSWER_S:g} s"])
         if answer.violations:

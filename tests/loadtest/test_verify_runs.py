@@ -182,7 +182,7 @@ async def test_an_order_ends_with_the_answer_that_it_was_given_for() -> None:
 
     async with running(script) as runner:
 
-        async def gone(prompt: Prompt, on_tokens: Any = None, *, policy: str | None = None) -> Answer:
+        async def gone(prompt: Prompt, on_tokens: Any = None) -> Answer:
             on_tokens(Answer(session=SESSION, token_ids=[1]))
             await begun.wait()
             raise EngineError("the sidecar has ended")
