@@ -1,0 +1,66 @@
+"""Whole fleets in virtual time: whatever befalls nodes, links, disks, clocks and services, clients get their answers.
+
+Real gateways, nodes, sessions, leases and fences; see `simulation/fleet`. `make sim` plays thousands of schedules.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from simulation.fleet.plants import PLANTS
+from simulation.fleet.schedule import Kind, small
+from simulation.fleet.shrink import kind_of, shrunk
+from simulation.fleet.world import play
+
+SCHEDULES = 50
+# Within so many schedules each planted defect is found.
+FOUND_WITHIN = 40
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_no_schedule_breaks_a_promise() -> None:
+    told: Counter[str] = Counter()
+    for seed in range(SCHEDULES):
+        told += play(small(seed)).counts
+    # A simulation in which nothing happens proves nothing.
+    assert all(told[kind] for kind in Kind), told
+    assert told["client whole"] > 10 * SCHEDULES
+    assert told["takeovers"] > 2 * SCHEDULES
+    assert told["outcome exact"] >= SCHEDULES // 4
+    assert told["outcome recomputed"] >= SCHEDULES // 10
+
+
+def test_a_seed_is_one_story() -> None:
+    assert play(small(3)).digest() == play(small(3)).digest()
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_defect_is_found(name: str) -> None:
+    plant = PLANTS[name]
+    found = []
+    for seed in range(FOUND_WITHIN):
+        with plant.plant():
+            try:
+                play(small(seed))
+            except Exception as error:
+                found.append(kind_of(error))
+                break
+    assert found, "the simulation finds nothing"
+    assert found[0] in plant.finds
+
+
+def test_a_failing_schedule_is_made_smaller() -> None:
+    # As if it took these two failures, and no others.
+    schedule = small(4)
+    wanted = {schedule.failures[1], schedule.failures[-1]}
+    least = shrunk(schedule, lambda tried: "broken" if wanted <= set(tried.failures) else "")
+    assert set(least.failures) == wanted
+    assert least.asked == schedule.asked
