@@ -15,15 +15,15 @@ from pathlib import Path
 import uvloop
 
 from ...session.errors import MidstreamError
-from . import copying, exact, gap, overhead, probe
+from . import copying, exact, gap, overhead, parking, probe
 from .clock import Clock
 from .kinds import KINDS, with_options
 from .models import write_large
 from .results import Results, table
 
-PARTS = ("probe", "copy", "overhead", "gap", "exact")
+PARTS = ("probe", "copy", "overhead", "gap", "exact", "park")
 # A part that has less than this left is not begun.
-LEAST_S = {"probe": 20.0, "copy": 60.0, "overhead": 240.0, "gap": 240.0, "exact": 200.0}
+LEAST_S = {"probe": 20.0, "copy": 60.0, "overhead": 240.0, "gap": 240.0, "exact": 200.0, "park": 60.0}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,6 +73,9 @@ def _run(part: str, options: argparse.Namespace, results: Results, clock: Clock)
         case "overhead":
             large = write_large(small, options.home / "large")
             uvloop.run(overhead.measure(large, folder, results, clock, rounds=options.rounds, kind=engine))
+        case "park":
+            large = write_large(small, options.home / "large") if small.is_dir() else None
+            uvloop.run(parking.measure(large, folder, results, clock, words=options.park))
         case "gap":
             large = write_large(small, options.home / "large")
             wanted = gap.scenes(options.scenes)
@@ -96,12 +99,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--front-ends", type=int, default=4, help="gap: processes of each engine that read requests")
     kinds = ", ".join(exact.Kind)
     parser.add_argument("--kills", default=exact.KILLS, help=f"exact: some of {kinds}, in order")
+    parser.add_argument("--park", default="all", help=f"park: some of {', '.join(parking.WORDS)}, with commas")
     parser.add_argument("--copy-sessions", type=int, default=32, help="copy: sessions of 4,000 tokens at once")
     options = parser.parse_args(arguments)
     if not 1 <= options.rounds <= 100 or options.limit <= 0 or not 1 <= options.copy_sessions <= 64:
         parser.error("--rounds must be 1 to 100, --copy-sessions 1 to 64, and --limit above 0")
     if options.engine != "vllm" and "gap" in options.parts:
         parser.error("gap runs on vLLM alone; leave --engine out, or name other parts")
+    if not set(options.park.split(",")) <= set(parking.WORDS):
+        parser.error(f"--park is some of {', '.join(parking.WORDS)}")
     if not 1 <= options.front_ends <= 32:
         parser.error("--front-ends must be 1 to 32")
     try:
