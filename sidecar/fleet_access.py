@@ -1,12 +1,14 @@
 """From the fleet's settings to what proves requests and what believes them."""
 
 import socket
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 from ..session.errors import ConfigError
 from .config import Fleet, Settings
 from .fleet.proof import SecretBeliever, SecretProver
-from .fleet.record import Record, Role, member_name
+from .fleet.record import Readiness, Record, Role, member_name, with_readiness
 from .fleet_standing import Standing
 from .fleet_streams import FleetStreams
 from .replicas.credentials import CredentialFiles, read_credentials
@@ -39,6 +41,17 @@ def streams_of(standing: Standing | None, settings: Settings) -> FleetStreams | 
     return FleetStreams(standing, SecretProver(secret), SecretBeliever(secret))
 
 
+def gateway_record(settings: Settings, listening: str, readiness: Callable[[], Readiness]) -> Callable[[], Record]:
+    """What a gateway says of itself from one moment to the next. ConfigError where it could not be reached."""
+    told = Record(
+        name=node_name(settings.fleet),
+        role=Role.GATEWAY,
+        url=node_url(settings.fleet, settings.listen.host, listening),
+        version=version("midstream"),
+    )
+    return lambda: with_readiness(told, readiness())
+
+
 def node_name(fleet: Fleet) -> str:
     """What this node is called: as configured, or as its host. ConfigError when that is no name."""
     name = fleet.name if fleet.name is not None else socket.gethostname().split(".")[0].lower()
@@ -57,7 +70,7 @@ def node_url(fleet: Fleet, host: str, listening: str) -> str:
             raise ConfigError(f"fleet.url: {error}") from error
     if fleet.coordination != "none" and host in ("0.0.0.0", "::"):
         raise ConfigError(
-            f"this node listens on {host}, which is no address to be reached at; name one of its own with fleet.url"
+            f"this process listens on {host}, which is no address to be reached at; name one of its own with fleet.url"
         )
     return listening
 

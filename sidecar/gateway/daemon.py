@@ -11,11 +11,14 @@ from ...proxy.connections import BoundedSite, connections_within, raise_descript
 from ...proxy.server import build_app, make_runner
 from .. import api
 from ..config import Settings
-from ..fleet.opening import open_coordination
-from ..fleet_access import prover_of
+from ..fleet.record import Readiness
+from ..fleet_access import gateway_record, prover_of, streams_of
+from ..fleet_member import as_member, standing_of
+from ..fleet_standing import Standing
 from ..listening import listen
 from ..metrics import Metrics
 from ..proxy_settings import proxy_settings
+from ..state_dir import reachable_url
 from .coordinator import GatewayCoordinator
 from .moves import MoveSettings
 from .node_watch import NodeWatch
@@ -64,7 +67,11 @@ class _Gateway:
             await stack.enter_async_context(self._orders)
             if self._coordinator.moves is not None:
                 stack.push_async_callback(self._coordinator.moves.close)
-            watch = await self._watch(stack)
+            standing = standing_of(self._settings)
+            streams = streams_of(standing, self._settings)
+            if standing is not None:
+                stack.push_async_callback(standing.close)
+            watch = self._watch(standing)
             following = asyncio.create_task(watch.follow(), name="nodes")
             stack.push_async_callback(_cancelled, following)
             # Without its nodes' news a gateway is blind: whoever supervises it starts another one.
@@ -74,6 +81,9 @@ class _Gateway:
                 self._coordinator,
                 proxy_settings(self._settings, None),
                 routes=routes(self._coordinator, self._metrics, is_stale),
+                elsewhere=streams,
+                # Only streams that are kept could be another's.
+                permits=standing if streams is not None else None,
                 prover=self._prover,
             )
             app.on_response_prepare.append(api.counting(self._metrics))
@@ -86,6 +96,11 @@ class _Gateway:
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             _LOG.info("event=listening url=http://%s:%d nodes=%d", shown, port, len(self._coordinator.nodes.all()))
+            if streams is not None:
+                # Others have to find the streams that clients come back to.
+                record_now = gateway_record(self._settings, reachable_url(host, port), self._readiness)
+                await stack.enter_async_context(streams.following())
+                await stack.enter_async_context(as_member(standing, record_now, self._settings.fleet.lease_s))
             await self._stopping.wait()
             _LOG.info("event=stopping sessions=%d", self._coordinator.open_count)
             self._coordinator.draining = True
@@ -93,13 +108,14 @@ class _Gateway:
                 await asyncio.wait_for(self._coordinator.idle(), self._settings.supervise.stop_timeout_s)
         return 1 if following.done() and not following.cancelled() else 0
 
-    async def _watch(self, stack: AsyncExitStack) -> NodeWatch | PictureWatch:
+    def _readiness(self) -> Readiness:
+        return Readiness.DRAINING if self._coordinator.draining else Readiness.READY
+
+    def _watch(self, standing: Standing | None) -> NodeWatch | PictureWatch:
         """Where nodes are known from."""
         table = self._coordinator.nodes
-        if self._settings.fleet.coordination != "none":
-            fleet = open_coordination(self._settings.fleet)
-            stack.push_async_callback(fleet.close)
-            return PictureWatch(fleet, table)
+        if standing is not None:
+            return PictureWatch(standing.coordination, table)
         gateway = self._settings.gateway
         return NodeWatch(self._urls, table, self._prover, poll_s=gateway.poll_s, lost_after_s=gateway.lost_after_s)
 

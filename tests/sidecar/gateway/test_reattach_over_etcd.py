@@ -1,0 +1,112 @@
+"""Clients of one gateway that come back to another one, with nothing but curl: real processes, a real etcd."""
+
+import json
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from midstream.proxy.reattach import STREAMS_PATH
+from support.etcd_server import binary
+from support.leased_nodes import LeasedFleet
+from support.reconnecting import position_in, whole_events
+
+pytestmark = [
+    pytest.mark.service,
+    pytest.mark.skipif(binary() is None, reason="MIDSTREAM_TEST_ETCD names no etcd"),
+    pytest.mark.timeout(120),
+]
+
+BODY = json.dumps(
+    {"model": "bench", "prompt": "x", "temperature": 0, "stream": True, "max_tokens": 150, "bench_gap_s": 0.02}
+)
+KEPT = {"proxy.reattach_s": 30}
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LeasedFleet]:
+    fleet = LeasedFleet(tmp_path_factory.mktemp("reattach"))
+    try:
+        fleet.node("node", KEPT)
+        fleet.gateway("one", KEPT)
+        fleet.gateway("other", KEPT)
+        fleet.listening("node", "one", "other")
+        deadline_s = time.monotonic() + 30
+        for name in ("node", "one", "other"):
+            while "joined as member=" not in fleet.log(name):
+                assert time.monotonic() < deadline_s, fleet.log(name)
+                time.sleep(0.05)
+        for name in ("one", "other"):
+            while curl(f"{fleet.urls[name]}/readyz", "-o", "/dev/null", "-w", "%{http_code}") != b"200":
+                assert time.monotonic() < deadline_s, fleet.log(name)
+                time.sleep(0.05)
+        yield fleet
+    finally:
+        fleet.stop()
+
+
+def curl(url: str, *words: str) -> bytes:
+    """What curl prints; it may be cut off."""
+    return subprocess.run(["curl", "-sN", url, *words], stdout=subprocess.PIPE, timeout=60, check=False).stdout
+
+
+def cut_off(url: str, *words: str, after_bytes: int) -> bytes:
+    """The whole events that a client keeps which is killed after so many bytes."""
+    with subprocess.Popen(["curl", "-sN", url, *words], stdout=subprocess.PIPE) as client:
+        assert client.stdout is not None
+        got = client.stdout.read(after_bytes)
+        client.kill()
+    return whole_events(got)
+
+
+def token_in(events: bytes) -> str:
+    """The name of the stream, from the ids of its events."""
+    found = re.search(rb"^id: (.*)\.\d+$", events, re.MULTILINE)
+    assert found is not None
+    return found[1].decode()
+
+
+def asked(fleet: LeasedFleet, name: str, have: bytes) -> bytes:
+    """The same request again, at whichever that is."""
+    last = f"Last-Event-ID: {token_in(have)}.{position_in(have)}"
+    return curl(f"{fleet.urls[name]}/v1/completions", "-d", BODY, "-H", last)
+
+
+def test_the_stream_of_one_gateway_goes_on_at_another_byte_for_byte(fleet: LeasedFleet) -> None:
+    have = cut_off(f"{fleet.urls['one']}/v1/completions", "-d", BODY, after_bytes=9_000)
+    token = token_in(have)
+    # Cut off once more, at another gateway; then the rest, at that one by the request, and at a node by the name.
+    path = f"{STREAMS_PATH}{token}?from={position_in(have)}"
+    have += cut_off(fleet.urls["other"] + path, after_bytes=5_000)
+    rest = asked(fleet, "other", have)
+    at_node = curl(f"{fleet.urls['node']}{STREAMS_PATH}{token}?from={position_in(have)}")
+    assert rest == at_node
+    whole = curl(f"{fleet.urls['one']}{STREAMS_PATH}{token}?from=0")
+    assert have + rest == whole
+    assert whole.count(b'"text":') == 150
+    assert b"data: [DONE]\n" in whole
+    for name in ("one", "other", "node"):
+        assert token not in fleet.log(name)
+
+
+def test_it_is_given_up_through_another_gateway_as_well(fleet: LeasedFleet) -> None:
+    have = cut_off(f"{fleet.urls['one']}/v1/completions", "-d", BODY, after_bytes=3_000)
+    url = f"{fleet.urls['other']}{STREAMS_PATH}{token_in(have)}"
+    assert curl(url, "-X", "DELETE", "-w", "%{http_code}") == b"204"
+    assert b"stream_gone" in asked(fleet, "other", have)
+
+
+def test_the_streams_of_a_gateway_that_was_killed_are_out_of_reach_and_then_gone(fleet: LeasedFleet) -> None:
+    have = cut_off(f"{fleet.urls['one']}/v1/completions", "-d", BODY, after_bytes=3_000)
+    fleet.kill("one")
+    answer = asked(fleet, "other", have)
+    # Until its lease is over nobody may say that nothing can come from it any more.
+    assert json.loads(answer)["error"]["code"] == "stream_out_of_reach"
+    deadline_s = time.monotonic() + 20
+    while b"stream_out_of_reach" in answer:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.3)
+        answer = asked(fleet, "other", have)
+    assert json.loads(answer)["error"]["code"] == "stream_gone"
