@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from ..guard import guarded, log, report
 from ..plugin_settings import plugin_settings
+from .late_hashes import catch_up
 from .lifelines import hold
 from .loads import StepMeta
 from .marking import re_enter_outputs
@@ -64,9 +65,14 @@ class MidstreamConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Any) -> None:
         if self._model_config is None:
             return
-        marker = re_enter_outputs(request, self._model_config)
-        if marker is not None and self.scheduler_side is not None:
-            self.scheduler_side.on_new_request(request, marker)
+        side = self.scheduler_side
+        try:
+            marker = re_enter_outputs(request, self._model_config)
+            if marker is not None and side is not None:
+                side.on_new_request(request, marker)
+        finally:
+            if side is None or not side.awaits_kv(request.request_id):
+                catch_up(request)
 
     @guarded(default=(0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -25,7 +25,7 @@ def register() -> None:
     _registered = True
     import vllm
 
-    from . import core_hooks, lifelines, lora, replay, room, thoughts
+    from . import core_hooks, late_hashes, lifelines, lora, replay, room, staging, thoughts
 
     version = plain_version(vllm)
     if version not in TESTED_VERSIONS:
@@ -37,5 +37,7 @@ def register() -> None:
         thoughts.install,
         room.install,
         lifelines.install,
+        late_hashes.install,
+        staging.install,
     ):
         guarded(default=None)(install)()

@@ -22,6 +22,7 @@ from ..plugin_settings import PluginSettings
 from ..prompt import prompt_hash
 from .generators import draws_are_known
 from .identity import facts_of
+from .late_hashes import LateOnes, catch_up
 from .loads import Load, StepMeta
 from .lora import session_hash
 from .quarantine import Quarantine
@@ -52,6 +53,8 @@ class Tracked:
     slot: SlotWriter
     phase: Phase
     first_step_seen: bool = False
+    # The table that it was given for its KV, until its first step.
+    given: list[int] | None = None
 
     @property
     def session(self) -> SessionId:
@@ -84,6 +87,7 @@ class SchedulerSide:
         self._has_ranks = len(self.facts["pools"]) > 1
         self._step = 0
         self._failed_loads: set[str] = set()
+        self._late = LateOnes()
         self._draws_known = guarded(default=False)(draws_are_known)(vllm_config)
 
     def bind_block_pool(self, block_pool: Any) -> None:
@@ -128,9 +132,15 @@ class SchedulerSide:
                 # Exactly the interrupted run's KV is wanted, not somebody else's for the same tokens. Switched off
                 # for the one look-up that precedes `matched`.
                 request.skip_reading_prefix_cache = True
+                self._late.add(request)
             else:
                 slot.report(LoadState.FAILED, 0, 0)
         self._tracked[request.request_id] = Tracked(request, marker, slot, phase)
+
+    def awaits_kv(self, request_id: str) -> bool:
+        """Whether a request's KV is still to come."""
+        tracked = self._tracked.get(request_id)
+        return tracked is not None and tracked.phase in (Phase.FRESH, Phase.OFFERED, Phase.LOADING)
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """How many positions will be loaded: all but the last, once, and asynchronously; None: ask again later."""
@@ -173,6 +183,7 @@ class SchedulerSide:
             in_place = self._reservations.settle(tracked.session, block_ids)
         tracked.phase = Phase.LOADING
         tracked.slot.set_blocks(block_ids)
+        tracked.given = block_ids
         if not in_place:
             self._loading[request.request_id] = (tracked.slot, tuple(block_ids))
             tracked.slot.report(LoadState.WAITING, 0, 0)
@@ -214,6 +225,7 @@ class SchedulerSide:
 
     def _without_kv(self, tracked: Tracked) -> None:
         tracked.phase = Phase.WITHOUT_KV
+        catch_up(tracked.request)
         tracked.slot.report(LoadState.FAILED, 0, 0)
         if self._reservations is not None:
             self._reservations.release(tracked.session)
@@ -230,7 +242,7 @@ class SchedulerSide:
         for new in scheduled.scheduled_new_reqs:
             tracked = self._tracked.get(new.req_id)
             if tracked is not None:
-                self._or_forget(tracked, tracked.slot.set_blocks, new.block_ids[0])
+                self._or_forget(tracked, self._first_table, tracked, new.block_ids[0])
                 self._or_forget(tracked, self._first_step, tracked, new.num_computed_tokens)
         cached = scheduled.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
@@ -250,6 +262,7 @@ class SchedulerSide:
                 self._quarantine.free_answered()
         except Exception:
             report("reserved blocks")
+        guarded(default=None)(self._late.step)(self.awaits_kv)
         return StepMeta(loads, self._step)
 
     def _or_forget(self, tracked: Tracked, write: Callable[..., object], *args: Any) -> None:
@@ -261,8 +274,20 @@ class SchedulerSide:
             self._tracked.pop(tracked.request.request_id, None)
             with suppress(Exception):
                 tracked.slot.release()
+            with suppress(Exception):
+                catch_up(tracked.request)
+
+    def _first_table(self, tracked: Tracked, blocks: list[int]) -> None:
+        """With KV, it has the beginning already, under the same generation."""
+        given, tracked.given = tracked.given, None
+        if given and blocks[: len(given)] == given:
+            tracked.slot.append_blocks(blocks[len(given) :])
+        else:
+            tracked.slot.set_blocks(blocks)
 
     def _preempted(self, tracked: Tracked) -> None:
+        tracked.given = None
+        catch_up(tracked.request)
         if not tracked.slot.has_own_tokens:
             # What was loaded is gone with its blocks.
             tracked.slot.report(LoadState.FAILED, 0, 0)

@@ -72,7 +72,17 @@ def _run(part: str, options: argparse.Namespace, results: Results, clock: Clock)
             copying.measure(folder, results, sessions=options.copy_sessions)
         case "overhead":
             large = write_large(small, options.home / "large")
-            uvloop.run(overhead.measure(large, folder, results, clock, rounds=options.rounds, kind=engine))
+            uvloop.run(
+                overhead.measure(
+                    large,
+                    folder,
+                    results,
+                    clock,
+                    rounds=options.rounds,
+                    kind=engine,
+                    variants=options.variants.split(","),
+                )
+            )
         case "park":
             large = write_large(small, options.home / "large") if small.is_dir() else None
             uvloop.run(parking.measure(large, folder, results, clock, words=options.park))
@@ -95,6 +105,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--engine", choices=sorted(KINDS), default="vllm", help="what overhead and exact run on")
     parser.add_argument("--engine-option", action="append", default=[], help="one more word of its command; repeatable")
     parser.add_argument("--rounds", type=int, default=5, help="overhead: pairs of runs for each variant")
+    names = ",".join(overhead.NAMES)
+    parser.add_argument("--variants", default=names, help=f"overhead: some of {names}, in order")
     parser.add_argument("--scenes", default=gap.SCENES, help="gap: strategy:STREAMSxPROMPT_TOKENS, with commas")
     parser.add_argument("--front-ends", type=int, default=4, help="gap: processes of each engine that read requests")
     kinds = ", ".join(exact.Kind)
@@ -104,6 +116,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not 1 <= options.rounds <= 100 or options.limit <= 0 or not 1 <= options.copy_sessions <= 64:
         parser.error("--rounds must be 1 to 100, --copy-sessions 1 to 64, and --limit above 0")
+    if unknown := set(options.variants.split(",")) - set(overhead.NAMES):
+        parser.error(f"--variants: {', '.join(sorted(unknown))}: there are {names}")
     if options.engine != "vllm" and "gap" in options.parts:
         parser.error("gap runs on vLLM alone; leave --engine out, or name other parts")
     if not set(options.park.split(",")) <= set(parking.WORDS):

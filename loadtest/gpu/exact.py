@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -69,11 +69,12 @@ SETTINGS: Mapping[Kind, dict[str, object]] = {
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request, by a name."""
+    """One request, by a name. `alone`: the next one is asked when it has begun to answer."""
 
     name: str
     path: str
     body: Mapping[str, Any]
+    alone: bool = False
 
 
 def questions(number: int, tokens: int, engine: EngineKind = VLLM) -> list[Question]:
@@ -82,16 +83,18 @@ def questions(number: int, tokens: int, engine: EngineKind = VLLM) -> list[Quest
     `number` makes prompts that no earlier kill has had. Each kind comes twice: two engines get them in turn, and the
     second half begins with its second one, so that each of them has every kind.
     """
-    first, second = _questions(2 * number, tokens, engine), _questions(2 * number + 1, tokens, engine)
-    return [*first, *second[1:], second[0]]
+    (first, long), (second, other_long) = (_questions(2 * number + half, tokens, engine) for half in (0, 1))
+    asked = [*long, *reversed(other_long), *first, *second[1:], second[0]]
+    return [replace(q, body={k: v for k, v in q.body.items() if k not in engine.unasked}) for q in asked]
 
 
-def _questions(number: int, tokens: int, engine: EngineKind) -> list[Question]:
+def _questions(number: int, tokens: int, engine: EngineKind) -> tuple[list[Question], list[Question]]:
+    """Short ones, and long ones: batch-invariant or not, vLLM computes a long prompt otherwise beside other prompts."""
     story = f"Write a long story, number {number}, about a dog named Max."
     most = {"max_tokens": tokens}
     # A grammar ends the answer by itself.
     rockets = {**engine.grammar("(😀|🚀|🌍){300}"), "ignore_eos": False}
-    asked = [
+    short = [
         _chat("greedy", story, **most),
         _chat("sampled", story, temperature=0.9, seed=5 + number, top_p=0.95, **most),
         _chat("top-k", story, temperature=1.1, seed=50 + number, top_k=40, min_p=0.02, **most),
@@ -102,10 +105,12 @@ def _questions(number: int, tokens: int, engine: EngineKind) -> list[Question]:
         _chat("grammar", f"Draw {number} rockets.", **rockets, **most),
         _text("text", story, **most),
         _text("text, sampled", story, temperature=0.7, seed=7 + number, **most),
+    ]
+    long = [
         _text("long prompt", f"{number}. {LONG}", temperature=1.0, seed=8 + number, **most),
         _text("long prompt, greedy", f"{number + 1000}. {LONG}", **most),
     ]
-    return [replace(q, body={k: v for k, v in q.body.items() if k not in engine.unasked}) for q in asked]
+    return short, [replace(question, alone=True) for question in long]
 
 
 def _chat(name: str, prompt: str, **more: Any) -> Question:
@@ -275,15 +280,31 @@ async def _begin_again(engines: Fleet, triggers: Mapping[str, Path]) -> None:
 async def _all(
     http: aiohttp.ClientSession, url: str, asked: Sequence[Question], run: str, on_tokens: Any = None
 ) -> list[Answer]:
-    """All of them at once. None finds blocks of another run or question: a prompt of which a part is there already is
-    rounded otherwise.
+    """All of them, in order and nearly at once; `on_tokens` is told of those that do not come first.
+
+    None finds blocks of another run or question: a prompt of which a part is there already is rounded otherwise.
     """
+    answers: dict[int, asyncio.Task[Answer]] = {}
 
-    def ask(question: Question) -> Awaitable[Answer]:
+    def ask(index: int, question: Question) -> asyncio.Event:
+        begun = asyncio.Event()
+
+        def at_tokens(answer: Answer) -> None:
+            begun.set()
+            if on_tokens is not None and not question.alone:
+                on_tokens(answer)
+
         body = {**question.body, "cache_salt": f"{run}, {question.name}"}
-        return read_stream(http, url + question.path, body, headers={REPORT_HEADER: "1"}, on_tokens=on_tokens)
+        reading = read_stream(http, url + question.path, body, headers={REPORT_HEADER: "1"}, on_tokens=at_tokens)
+        answers[index] = task = asyncio.create_task(reading)
+        task.add_done_callback(lambda _: begun.set())
+        return begun
 
-    return await asyncio.gather(*map(ask, asked))
+    for index, question in enumerate(asked):
+        begun = ask(index, question)
+        if question.alone:
+            await begun.wait()
+    return [await answers[index] for index in range(len(asked))]
 
 
 async def _lose(

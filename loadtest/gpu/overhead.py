@@ -40,6 +40,8 @@ class Variant:
 
 ALONE = Variant("alone")
 HELD = Variant("held", 0.5)
+# As by default where there is a tier 1.
+BLOCKS = Variant("blocks", settings={"tier1.bytes": 32 << 30, "tier1.bandwidth": 50_000_000_000})
 # As much as can be asked for: the tail of each session with every new token, and room for all of a run.
 MEMORY = Variant("memory", 2.0, {"tier1.bytes": 32 << 30, "tier1.tail": 1, "tier1.bandwidth": 50_000_000_000})
 DISK = Variant(
@@ -47,6 +49,8 @@ DISK = Variant(
     settings={"store.snapshot_every_s": 0.05, "store.tail_every_tokens": 1, "store.bytes_max": 24 << 30},
     stores=True,
 )
+VARIANTS = {variant.name: variant for variant in (HELD, BLOCKS, MEMORY, DISK)}
+NAMES = tuple(VARIANTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ async def measure(
     rounds: int = 5,
     load: Load | None = None,
     kind: EngineKind = VLLM,
+    variants: Sequence[str] = NAMES,
 ) -> None:
     """All of it. EngineError when an engine or the sidecar does not come up."""
     load = load or Load(streams=64, prompt_tokens=2000, output_tokens=512, seed="overhead")
@@ -81,7 +86,7 @@ async def measure(
             for engine in (alone, beside):
                 results.add(PART, f"start of {engine.name}", await engine.wait_ready(http, timeout_s=10), "s")
                 await engine.warm_up(http)
-            for variant in (HELD, MEMORY, DISK):
+            for variant in [VARIANTS[name] for name in variants]:
                 await _variant(variant, engines, alone, beside, load, results, clock, rounds, http)
 
 
