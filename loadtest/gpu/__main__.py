@@ -84,8 +84,8 @@ def _run(part: str, options: argparse.Namespace, results: Results, clock: Clock)
                 )
             )
         case "park":
-            large = write_large(small, options.home / "large") if small.is_dir() else None
-            uvloop.run(parking.measure(large, folder, results, clock, words=options.park))
+            model = write_large(small, options.home / "large") if small.is_dir() else None
+            uvloop.run(parking.measure(model, folder, results, clock, words=options.park))
         case "gap":
             large = write_large(small, options.home / "large")
             wanted = gap.scenes(options.scenes)

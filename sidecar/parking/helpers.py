@@ -127,7 +127,12 @@ class RankHelper:
         descriptor = self._process.stdout.fileno()
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[None] = loop.create_future()
-        loop.add_reader(descriptor, lambda: ready.done() or ready.set_result(None))
+
+        def tell() -> None:
+            if not ready.done():
+                ready.set_result(None)
+
+        loop.add_reader(descriptor, tell)
         try:
             await ready
         finally:
