@@ -284,6 +284,37 @@ class Drain(_Part, frozen=True):
         Literal["stay", "recompute"],
         Meta(description="What is done with sessions whose KV cannot be copied: left until the deadline, or moved."),
     ] = "stay"
+    notices: Annotated[
+        str,
+        Meta(
+            pattern="^[a-z,]*$",
+            title="some of kubernetes,aws,gcp,azure with commas between",
+            description="Whose word that this machine is to be left empties it, and takes no new sessions.",
+        ),
+    ] = ""
+    notice_lead_s: Annotated[
+        float, Meta(gt=0, le=86_400, description="Notices for later than in so many seconds wait until then.")
+    ] = 600.0
+    kubernetes_node: Annotated[str, Meta(description="Name of the node object that is watched.")] = ""
+    taints: Annotated[
+        str,
+        Meta(
+            pattern="^[^ ]*$",
+            title="keys with commas between",
+            description="Taints of that node that are notices, as cordoning it always is.",
+        ),
+    ] = (
+        "ToBeDeletedByClusterAutoscaler,karpenter.sh/disrupted,node.kubernetes.io/out-of-service,"
+        "cloud.google.com/impending-node-termination"
+    )
+    conditions: Annotated[
+        str,
+        Meta(
+            pattern="^[^ ]*$",
+            title="TYPE or TYPE=STATUS, with commas between",
+            description="Conditions of that node that are notices; without a status: True.",
+        ),
+    ] = ""
 
 
 class Park(_Part, frozen=True):

@@ -56,6 +56,8 @@ from .listening import listen
 from .metrics import Metrics
 from .mover.client import MoverClient
 from .mover.memory_map import NAME as MEMORY
+from .notices.opening import open_sources
+from .notices.watching import Watching
 from .processes import send
 from .proxy_settings import proxy_settings
 from .replicas import keeper as replicas
@@ -118,6 +120,7 @@ class _Daemon:
         )
 
         self._here = Here(self._workers, self._coordinator, self._holder.sizes, settings.arena.slot_count)
+        self._notices = open_sources(settings.drain, settings.fleet)
         self._drains = Drains(
             NodeDrain(self._coordinator),
             self._worker_drain,
@@ -173,6 +176,15 @@ class _Daemon:
             shown = f"[{host}]" if ":" in host else host
             _LOG.info("event=listening url=http://%s:%d state_dir=%s", shown, bound, self._state)
             stack.push_async_callback(self._drains.close)
+            if self._notices:
+                node = self._drains.node
+                watching = Watching(
+                    self._notices,
+                    lambda reason: node.order(reason, None),
+                    node.withdraw,
+                    lead_s=self._settings.drain.notice_lead_s,
+                )
+                self._spawn(watching.run(), "notices")
             # No new sessions; those that run may end or move, within the time that whoever ordered it gives them.
             await self._drains.node.over()
             _LOG.info("event=stopping sessions=%d", self._coordinator.open_count)

@@ -35,8 +35,8 @@ class NodeDrain:
         """Whether nothing new is taken, and it may still be cancelled."""
         return self._drain.is_under_way
 
-    def order(self, reason: str, within_s: float) -> None:
-        """Be empty within that time."""
+    def order(self, reason: str, within_s: float | None) -> None:
+        """Be empty within that time, and end; None: be empty."""
         self._become(phase.ordered(self._drain, reason, within_s, self._clock()))
         _LOG.info(
             "event=drain reason=%s sessions=%d deadline_s=%.1f",

@@ -5,8 +5,8 @@
        └──────────┘                      cancelled: as if it had not been
 
 Owns until when a drain waits. Invariants: it has as many orders as were given and not taken back, one for each reason,
-and of all of them the nearest deadline holds; an order to cancel ends all of them; what is over stays so. Time is an
-argument.
+and of all of them the nearest deadline holds; an order without one empties, and leaves the end to others; an order to
+cancel ends all of them; what is over stays so. Time is an argument.
 """
 
 from dataclasses import dataclass, replace
@@ -46,9 +46,12 @@ class Drain:
         return min((until_s for _, until_s in self.orders), default=float("inf"))
 
 
-def ordered(drain: Drain, reason: str, within_s: float, now_s: float) -> Drain:
-    """Somebody wants it to be empty within that time; whoever wants it again may want it sooner, and not later."""
-    until_s = now_s + within_s
+def ordered(drain: Drain, reason: str, within_s: float | None, now_s: float) -> Drain:
+    """Somebody wants it to be empty within that time; whoever wants it again may want it sooner, and not later.
+
+    None: empty, and no more than that.
+    """
+    until_s = float("inf") if within_s is None else now_s + within_s
     match drain.phase:
         case Phase.SERVING:
             return Drain(Phase.DRAINING, ((reason, until_s),), now_s, drain.left)
@@ -76,7 +79,8 @@ def cancelled(drain: Drain) -> Drain:
 def looked(drain: Drain, left: int, now_s: float) -> Drain:
     """So many sessions are there now."""
     drain = replace(drain, left=left)
-    if drain.is_under_way and (left == 0 or now_s >= drain.deadline_s):
+    is_to_end = drain.is_under_way and drain.deadline_s < float("inf")
+    if is_to_end and (left == 0 or now_s >= drain.deadline_s):
         return replace(drain, phase=Phase.OVER)
     return drain
 
@@ -86,5 +90,6 @@ def told(drain: Drain, now_s: float) -> dict[str, object]:
     shown: dict[str, object] = {"phase": drain.phase.value, "reasons": list(drain.reasons), "sessions_left": drain.left}
     if drain.phase is not Phase.SERVING:
         shown["since_s"] = round(now_s - drain.since_s, 1)
-        shown["deadline_in_s"] = round(max(0.0, drain.deadline_s - now_s), 1)
+        if drain.deadline_s < float("inf"):
+            shown["deadline_in_s"] = round(max(0.0, drain.deadline_s - now_s), 1)
     return shown

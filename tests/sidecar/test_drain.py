@@ -52,6 +52,13 @@ def test_an_order_that_is_taken_back_leaves_those_of_others() -> None:
     assert phase.withdrawn(left, "operator").phase is Phase.SERVING
 
 
+def test_an_order_without_a_deadline_empties_and_leaves_the_end_to_others() -> None:
+    drain = phase.ordered(Drain(), "notice:kubernetes", None, 0)
+    assert phase.looked(drain, 0, 10**9).is_under_way
+    assert "deadline_in_s" not in phase.told(drain, 0)
+    assert phase.looked(phase.ordered(drain, "SIGTERM", 30, 5), 0, 6).phase is Phase.OVER
+
+
 def test_who_orders_again_may_want_it_sooner_and_not_later() -> None:
     drain = phase.ordered(phase.ordered(Drain(), "operator", 30, 0), "operator", 100, 5)
     assert drain.deadline_s == 30
