@@ -1,7 +1,9 @@
 """Several stores elsewhere as one to read from: what a restore sees.
 
 Owns which of them is asked, and the pause of one that does not answer. Invariant: the newest snapshot of those that
-answer is offered, the nearest of equals; a store that fails is passed over, counted, and left alone for PAUSE_S.
+answer in time is offered, the nearest of equals; a store that fails, or says nothing, is passed over, counted, and left
+alone for PAUSE_S. So a host that is lost without a word, whose store is asked for the sessions that were its own, holds
+nobody up for longer than PATIENCE_S where anybody else has them.
 """
 
 import logging
@@ -9,6 +11,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from ...session.errors import StoreError
 from ...session.ids import SessionId
@@ -16,6 +19,11 @@ from ...session.manifest import Manifest
 from .contract import Refusal, ReplicaError, ReplicaReader
 
 PAUSE_S = 5.0
+# How long others are waited for once one has a snapshot, and how long all of them, which is less than a restore waits.
+PATIENCE_S = 0.3
+LIMIT_S = 2.5
+# Of one store; one that says nothing keeps these busy and nobody else's.
+THREADS_EACH = 8
 # Of so many sessions it is remembered from where they were offered; others are looked for everywhere.
 OFFERS_MAX = 4096
 
@@ -29,6 +37,9 @@ class Chain:
 
     def __init__(self, members: Sequence[tuple[str, Member]], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._members = list(members)
+        self._threads = {
+            name: ThreadPoolExecutor(THREADS_EACH, thread_name_prefix=f"ask-{name}") for name, _ in members
+        }
         self._clock = clock
         self._mutex = threading.Lock()
         self._paused_until_s: dict[str, float] = {}
@@ -37,13 +48,11 @@ class Chain:
 
     def latest(self, session: SessionId) -> Manifest | None:
         """See ReplicaReader.latest."""
+        asked = {self._threads[name].submit(store.latest, session): name for name, store in self._answering()}
+        told = self._told(asked)
         best: tuple[tuple[int, int], str, Manifest] | None = None
-        for name, store in self._answering():
-            try:
-                found = store.latest(session)
-            except StoreError as error:
-                self._failed(name, error)
-                continue
+        for name in self._threads:
+            found = told.get(name)
             if found is not None and (best is None or (found.generation, found.kv_len) > best[0]):
                 best = (found.generation, found.kv_len), name, found
         if best is None:
@@ -57,6 +66,29 @@ class Chain:
                 self._of_chunk.popitem(last=False)
             self.counts[f"offered_{name}"] += 1
         return found
+
+    def _told(self, asked: "dict[Future[Manifest | None], str]") -> dict[str, Manifest]:
+        """What those have that say so in time."""
+        told: dict[str, Manifest] = {}
+        until_s = self._clock() + LIMIT_S
+        left = set(asked)
+        while left:
+            done, left = wait(left, max(until_s - self._clock(), 0.0), FIRST_COMPLETED)
+            if not done:
+                break
+            for future in done:
+                try:
+                    found = future.result()
+                except StoreError as error:
+                    self._failed(asked[future], error)
+                    continue
+                if found is not None:
+                    told[asked[future]] = found
+                    until_s = min(until_s, self._clock() + PATIENCE_S)
+        for future in left:
+            future.cancel()
+            self._failed(asked[future], ReplicaError(Refusal.SLOW, "no answer in time; what others have is used"))
+        return told
 
     def get_stored(self, name: str) -> bytes:
         """See ReplicaReader.get_stored."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -9,10 +10,11 @@ import pytest
 
 from midstream.session.errors import ConfigError
 from midstream.session.ids import SessionId
+from midstream.session.manifest import Manifest
 from midstream.sidecar.config import Fleet, Replicas
 from midstream.sidecar.metrics import Metrics
 from midstream.sidecar.replicas import keeper
-from midstream.sidecar.replicas.chain import PAUSE_S, Chain
+from midstream.sidecar.replicas.chain import LIMIT_S, PATIENCE_S, PAUSE_S, Chain
 from midstream.sidecar.replicas.contract import Refusal, ReplicaError
 from midstream.sidecar.replicas.credentials import CredentialFiles, read_credentials
 from midstream.sidecar.replicas.keeper import ReplicasKeeper
@@ -165,3 +167,61 @@ def test_a_store_that_fails_is_left_alone_for_a_while_and_the_others_are_asked()
         chain.get_stored("0" * 32)
     chain.latest(SESSION)
     assert well.asked == 5
+
+
+MANIFEST = Manifest(
+    session=SESSION, generation=1, key={}, fingerprint="a" * 32, block_tokens=16, block_bytes=1024, prompt_len=5,
+    prompt_hash="b" * 32, kv_len=5, outputs=(7,), chunks=("c" * 32,), created_at=1.0,
+)  # fmt: skip
+
+
+class Silent:
+    """A store on a host that is gone: what is asked of it gets no answer."""
+
+    def __init__(self) -> None:
+        self.gone = threading.Event()
+        self.asked = 0
+
+    def latest(self, session: SessionId) -> None:
+        self.asked += 1
+        self.gone.wait(30)
+
+    def get_stored(self, name: str) -> bytes:
+        raise AssertionError("it was not offered")
+
+
+class Having:
+    """A store that has a snapshot of every session."""
+
+    def latest(self, session: SessionId) -> Manifest:
+        return MANIFEST
+
+    def get_stored(self, name: str) -> bytes:
+        return name.encode()
+
+
+def test_a_store_that_says_nothing_holds_nobody_up_where_another_has_the_session() -> None:
+    silent = Silent()
+    try:
+        chain = Chain([("silent", lambda: silent), ("near", lambda: Having())])
+        began_s = time.monotonic()
+        assert chain.latest(SESSION) == MANIFEST
+        assert time.monotonic() - began_s < PATIENCE_S + 1
+        # Nor is it asked again for a while.
+        assert chain.latest(SESSION) == MANIFEST
+        assert silent.asked == 1
+        assert chain.counts["failed_silent"] == 1
+    finally:
+        silent.gone.set()
+
+
+def test_stores_that_all_say_nothing_are_waited_for_for_less_than_a_restore_waits() -> None:
+    silent, another = Silent(), Silent()
+    try:
+        chain = Chain([("silent", lambda: silent), ("another", lambda: another)])
+        began_s = time.monotonic()
+        assert chain.latest(SESSION) is None
+        assert LIMIT_S - 0.1 < time.monotonic() - began_s < 3.0
+    finally:
+        silent.gone.set()
+        another.gone.set()
