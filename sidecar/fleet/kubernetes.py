@@ -97,9 +97,8 @@ class KubernetesService(LeaseService):
         try:
             await self._api.delete(self._member_object(member), uid=uid, version=version)
         except KubernetesFault as fault:
-            if fault.is_gone:
-                return True
-            if fault.is_conflict:
+            if fault.is_gone or fault.is_conflict:
+                # Who deleted it may have done so after a renewal that was not seen here yet.
                 return False
             raise
         return True

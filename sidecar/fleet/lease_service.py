@@ -98,9 +98,10 @@ class LeaseService(ABC):
 
     @abstractmethod
     async def bury(self, member: MemberId, mark: str) -> bool:
-        """Take away a member that was not seen renewed for a lease; False if its entry is another than that of `mark`.
+        """Take away a member that was not seen renewed for a lease; False if its entry is not the very one of `mark`.
 
-        Only where renewals are SEEN.
+        So it is, too, where there is none any more: it can have been renewed, unseen as yet, before somebody else took
+        it away. Only where renewals are SEEN.
         """
 
     @abstractmethod

@@ -191,7 +191,7 @@ class SimService(LeaseService):
     async def bury(self, member: MemberId, mark: str) -> bool:
         def done() -> bool:
             held = self._world.members.get(member)
-            if held is not None and str(held.version) != mark:
+            if held is None or str(held.version) != mark:
                 return False
             self._world.end(member)
             return True

@@ -32,8 +32,9 @@ from midstream.sidecar.fleet.coordination import Coordination, Verdict
 from midstream.sidecar.fleet.fence import WhenAlone
 from midstream.sidecar.fleet.kubernetes import KubernetesService
 from midstream.sidecar.fleet.kubernetes_access import Credential, FileCredential, KubernetesAccess
+from midstream.sidecar.fleet.lease_service import Whole
 from midstream.sidecar.fleet.leased import LeasedCoordination
-from midstream.sidecar.fleet.record import Readiness
+from midstream.sidecar.fleet.record import Readiness, encode, member_id
 from support.lease_api_server import LeaseApiServer
 
 pytestmark = pytest.mark.service
@@ -181,6 +182,24 @@ async def test_an_object_that_an_operator_deletes_ends_its_member_which_is_over_
     assert not victim.may_send()
     await until(pictures, lambda p: victim.id not in p.members)
     assert (await taker.claim(new_session(), Generation(2), victim.id)).verdict is Verdict.WON
+
+
+async def test_a_member_that_somebody_else_has_deleted_is_not_buried(server: LeaseApiServer) -> None:
+    # It can have been renewed before that, and whoever buries it has not seen it yet.
+    access = KubernetesAccess(server.url, "models", True, Credential("good"))
+    service = KubernetesService(access, "fleet")
+    try:
+        member = member_id("one", LEASE_S, "0" * 16)
+        await service.create(member, encode(replace(NODE, name="one")))
+        whole = await anext(changes := service.follow(3.0))
+        assert isinstance(whole, Whole)
+        await service.renew(member)
+        assert not await service.bury(member, whole.entries[member].mark), "it was renewed"
+        await server.remove(f"fleet.member.{member}")
+        assert not await service.bury(member, whole.entries[member].mark), "nobody knows when it was renewed last"
+        await changes.aclose()
+    finally:
+        await service.close()
 
 
 async def test_an_object_that_somebody_else_changes_is_renewed_all_the_same(
