@@ -12,6 +12,7 @@ from .schedule import Failure, Kind
 from .service import HOST
 
 if TYPE_CHECKING:
+    from .node import SimNode
     from .world import World
 
 # After a death so long passes before somebody starts it again.
@@ -43,8 +44,9 @@ def _happens(world: "World", failure: Failure) -> bool:
             if not node.is_up:
                 return False
             life = node.life
-            node.drain()
-            _later(world, failure.for_s + 1.0, lambda: _replace(world, node, life))
+            node.drain(drains=True)
+            ends = _replace if failure.much < 0.6 else _cancel_drain
+            _later(world, failure.for_s + 1.0, lambda: ends(node, life))
         case Kind.WORKER_KILL:
             return node.kill_worker(failure.other)
         case Kind.WORKER_HANG:
@@ -106,12 +108,17 @@ def _happens(world: "World", failure: Failure) -> bool:
     return True
 
 
-def _replace(world: "World", node: "object", life: int) -> None:
+def _replace(node: "SimNode", life: int) -> None:
     """A drained node ends and is started again, unless it has been meanwhile."""
-    found = next(one for one in world.nodes if one is node)
-    if found.is_up and found.life == life:
-        found.kill()
-        found.start()
+    if node.is_up and node.life == life:
+        node.kill()
+        node.start()
+
+
+def _cancel_drain(node: "SimNode", life: int) -> None:
+    """It serves again."""
+    if node.life == life:
+        node.drain(drains=False)
 
 
 def _link(world: "World", failure: Failure) -> tuple[str, str]:

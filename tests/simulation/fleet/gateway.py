@@ -19,11 +19,14 @@ from midstream.proxy.choices import split
 from midstream.proxy.policy import policy_of
 from midstream.proxy.request import parse_body
 from midstream.proxy.sessions import Sessions
+from midstream.session.errors import Refused
 from midstream.sidecar.fleet.proof import SecretProver
 from midstream.sidecar.fleet.record import Record, decode
 from midstream.sidecar.fleet_api import LIFE, NODE_PATH
 from midstream.sidecar.gateway.coordinator import GatewayCoordinator
+from midstream.sidecar.gateway.moves import MoveSettings
 from midstream.sidecar.gateway.node_watch import NodeWatch, why_not_believed
+from midstream.sidecar.gateway.orders import Orders
 from midstream.sidecar.gateway.picture_watch import PictureWatch
 from midstream.sidecar.gateway.verdicts import ANSWER_S, Verdicts
 
@@ -37,7 +40,9 @@ GENERATION = "generation"
 class SimGateway:
     """One host."""
 
-    def __init__(self, shared: Shared, name: str, nodes: Mapping[str, str], *, poll_s: float, lost_s: float) -> None:
+    def __init__(
+        self, shared: Shared, name: str, nodes: Mapping[str, str], *, poll_s: float, lost_s: float, recomputes: bool
+    ) -> None:
         self.name = name
         self.host = name
         self.life = 0
@@ -50,6 +55,7 @@ class SimGateway:
         self._nodes = nodes
         self._poll_s = poll_s
         self._lost_s = lost_s
+        self._recomputes = recomputes
         # Answers of nodes that are read here, by session: each with its generation.
         self.reading: dict[str, list[SimAnswer]] = {}
 
@@ -66,7 +72,13 @@ class SimGateway:
         self._prover = SecretProver(shared.secret)
         verdicts = _Verdicts(shared, process, self.host, self._prover)
         self.coordinator = process.context.copy().run(
-            lambda: GatewayCoordinator(shared.metrics, verdicts, takeover_timeout_s=shared.takeover_timeout_s)
+            lambda: GatewayCoordinator(
+                shared.metrics,
+                verdicts,
+                _Orders(shared, process, self.host, self._prover),
+                takeover_timeout_s=shared.takeover_timeout_s,
+                moves=MoveSettings(recomputes=self._recomputes),
+            )
         )
         upstream = SimUpstream(shared.proxy, shared.network, process, self.host, self._prover)
         upstream.on_answer = self._answered
@@ -112,12 +124,13 @@ class SimGateway:
         self.reading[session] = [*known, answer]
 
 
-async def _get(
-    shared: Shared, process: Process, host: str, url: str, path: str, prover: SecretProver
-) -> tuple[int, Mapping[str, str], bytes]:
+async def _asked(
+    shared: Shared, process: Process, host: str, url: str, path: str, prover: SecretProver, method: str = "GET",
+    body: bytes = b"",
+) -> tuple[int, Mapping[str, str], bytes]:  # fmt: skip
     """One question and its whole answer. ConnectionError, TimeoutError or ClientError."""
-    proof = CIMultiDict(prover.headers("GET", path, b""))
-    answer = await request(shared.network, process, host, URL(url + path), Ask("GET", path, proof, b""))
+    proof = CIMultiDict(prover.headers(method, path, body))
+    answer = await request(shared.network, process, host, URL(url + path), Ask(method, path, proof, body))
     try:
         parts = []
         while data := await answer.content.readany():
@@ -136,11 +149,30 @@ class _Verdicts(Verdicts):
         shared, process, host, prover = self._sim
         try:
             async with asyncio.timeout(ANSWER_S):
-                status, _, body = await _get(shared, process, host, base_url, path, prover)
+                status, _, body = await _asked(shared, process, host, base_url, path, prover)
         except (OSError, TimeoutError, aiohttp.ClientError):
             return {}
         told: dict[str, Any] = json.loads(body) if status == 200 else {}
         return told
+
+
+class _Orders(Orders):
+    def __init__(self, shared: Shared, process: Process, host: str, prover: SecretProver) -> None:
+        super().__init__(prover)
+        self._sim = shared, process, host, prover
+
+    async def _ask(self, method: str, url: str, path: str, body: Any, within_s: float) -> dict[str, Any]:
+        shared, process, host, prover = self._sim
+        raw = b"" if body is None else json.dumps(body).encode()
+        try:
+            async with asyncio.timeout(within_s):
+                status, _, text = await _asked(shared, process, host, url, path, prover, method, raw)
+        except (OSError, TimeoutError, aiohttp.ClientError) as error:
+            raise Refused("unreachable", f"{url}: {error}") from error
+        told: dict[str, Any] = json.loads(text)
+        if status == 200:
+            return told
+        raise Refused(str(told["error"]["code"]), str(told["error"]["message"]))
 
 
 class _Watch(NodeWatch):
@@ -155,7 +187,7 @@ class _Watch(NodeWatch):
         shared, process, host, prover = self._sim
         try:
             async with asyncio.timeout(at_most_s):
-                status, told, body = await _get(shared, process, host, url, NODE_PATH, prover)
+                status, told, body = await _asked(shared, process, host, url, NODE_PATH, prover)
         except TimeoutError:
             return None, "", "it does not answer"
         except (OSError, aiohttp.ClientError) as error:

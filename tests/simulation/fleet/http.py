@@ -81,7 +81,9 @@ class SimContent:
             if self._parts:
                 data = b"".join(self._parts)
                 self._parts.clear()
-                return data
+                if data:
+                    return data
+                continue
             if self._is_over:
                 return b""
             self._waiter = asyncio.get_running_loop().create_future()
@@ -308,6 +310,10 @@ class SimRequest:
         self.headers = ask.headers
         self.body = ask.body
         self.remote = "peer"
+        self.content = SimContent()
+        self.content.feed(ask.body)
+        self.content.end()
+        self.match_info: dict[str, str] = {}
         self.sink = sink
         self.transport = _Transport(sink)
         self._payload_writer = _Writer(sink)

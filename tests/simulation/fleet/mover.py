@@ -7,9 +7,11 @@ once. A call fails as the real client's does.
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from midstream.session.errors import Refused
 from midstream.session.ids import SessionId
 from midstream.session.records import LoadState
 from midstream.sidecar.mover.protocol import (
@@ -48,6 +50,8 @@ class SimMover:
         place_of: Callable[[Path], "tuple[SimArena, SimEngine | None, bool] | None"],
         key_of: Callable[[Path], dict[str, str]],
         bytes_per_s: int,
+        own: SnapshotStore,
+        peers: Mapping[str, SnapshotStore],
     ) -> None:
         self._network = network
         self._host = host
@@ -58,6 +62,9 @@ class SimMover:
         self._place_of = place_of
         self._key_of = key_of
         self._account = Account(bytes_per_s)
+        # What other nodes have brought into the memory of this one; and those nodes' memories.
+        self._own = own
+        self._peers = peers
         self._backlogs = {store.name: Backlog() for store in elsewhere}
         self.disturbed = 0
 
@@ -101,20 +108,34 @@ class SimMover:
 
     async def replicated(self, session: SessionId) -> StoredResult:
         self._maybe_unreachable()
-        best: Snapshot | None = None
-        for store in self._elsewhere:
-            found = await self._asked(store, session)
-            if found is not None and (best is None or found.rank > best.rank):
-                best = found
+        best = await self._best_elsewhere(session)
         return StoredResult(False) if best is None else best.told()
 
     async def snapshot(self, arena: Path, session: SessionId | None = None) -> SnapshotResult:
-        raise MoverError(Reason.REQUEST, "nobody asks for one here")
+        self._maybe_unreachable()
+        await asyncio.sleep(self._chance.choice((0.002, 0.02)))
+        self.observe(arena)
+        return SnapshotResult(1, 0, 0, 0)
 
     async def finish(self, session: SessionId, generation: int) -> None:
         self._maybe_unreachable()
         if self._disk is not None:
             self._disk.finish(session, generation)
+
+    async def bring_to(self, session: SessionId, to: str, within_s: float) -> dict[str, Any]:
+        """Bring the latest snapshot of a session into another node's memory. Raises Refused."""
+        store = self._peers[to]
+        snapshot = None if self._disk is None else self._disk.latest(session)
+        if snapshot is None:
+            raise Refused("no_snapshot", "nothing is stored of it")
+        size_bytes = -(-snapshot.kv.kv_len // BLOCK_TOKENS) * BLOCK_BYTES
+        wait_s = self._account.reserve(size_bytes, self._network.loop.now_s)
+        if wait_s > within_s or self._is_cut(store) or not self._network.is_powered(store.host):
+            await asyncio.sleep(min(wait_s, _ASK_S))
+            raise Refused("unreachable", f"{to} does not take it")
+        await asyncio.sleep(wait_s + self._network.latency_s(self._host, store.host))
+        store.put(snapshot)
+        return {"generation": snapshot.generation, "kv_len": snapshot.kv.kv_len, "size_bytes": size_bytes}
 
     # ---- what it does by itself
 
@@ -190,8 +211,7 @@ class SimMover:
         if source is not None:
             return self._of_pool(session, run, *source)
         if replica:
-            found = [s for store in self._elsewhere if (s := await self._asked(store, session)) is not None]
-            snapshot = max(found, key=lambda s: s.rank, default=None)
+            snapshot = await self._best_elsewhere(session)
         else:
             snapshot = None if self._disk is None else self._disk.latest(session)
         if snapshot is None:
@@ -207,6 +227,11 @@ class SimMover:
         if kv is None:
             raise MoverError(Reason.SESSION, "it is not there")
         return _cut(kv, run)
+
+    async def _best_elsewhere(self, session: SessionId) -> Snapshot | None:
+        """The latest of those that answer, the nearest of equals."""
+        found = [self._own.latest(session)] + [await self._asked(store, session) for store in self._elsewhere]
+        return max((s for s in found if s is not None), key=lambda s: s.rank, default=None)
 
     async def _asked(self, store: SnapshotStore, session: SessionId) -> Snapshot | None:
         if self._is_cut(store) or not self._network.is_powered(store.host):

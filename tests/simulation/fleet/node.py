@@ -11,9 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from aiohttp import web
-
 from midstream.proxy import headers, problems
 from midstream.proxy.coordinator import Reason
 from midstream.proxy.fleet import Unproven, has_marker, marker_in
@@ -24,11 +21,15 @@ from midstream.session.ids import SessionId
 from midstream.session.key import REQUIRED
 from midstream.sidecar.choice import Tier
 from midstream.sidecar.coordinator import CoordinatorSettings, SidecarCoordinator
+from midstream.sidecar.drain.here import Here
+from midstream.sidecar.drain.room import Rooms
+from midstream.sidecar.drain.saving import Saving
 from midstream.sidecar.fleet.coordination import Membership
 from midstream.sidecar.fleet.proof import SecretBeliever
-from midstream.sidecar.fleet.record import Record, encode
-from midstream.sidecar.fleet_api import LIFE, NODE_PATH, SESSION_PATH, node_record
+from midstream.sidecar.fleet.record import Record
+from midstream.sidecar.fleet_api import fleet_routes, node_record, proving
 from midstream.sidecar.fleet_member import stay
+from midstream.sidecar.fleet_moves import move_routes
 from midstream.sidecar.fleet_standing import Standing
 from midstream.sidecar.supervise import WorkerState
 from midstream.sidecar.workers import Epoch, Worker, Workers
@@ -38,6 +39,7 @@ from .http import Server, SimRequest, SimUpstream
 from .loop import WORLD, Process
 from .mover import LOOK_S, SimMover
 from .place import Shared, coordination_of
+from .routes import Router
 from .stores import SnapshotStore
 
 RESTART_S = (0.3, 1.5)
@@ -96,6 +98,16 @@ class SimNode:
     def url(self) -> str:
         return f"http://{self.host}:8800"
 
+    @property
+    def peer(self) -> str:
+        """Where it keeps snapshots of other nodes in its memory."""
+        return f"peer://{self.host}:8900"
+
+    @property
+    def keeps_others(self) -> bool:
+        """Whether snapshots can be brought here, and from here elsewhere."""
+        return self._shared.keeps_others and self.disk is not None
+
     # ---- lives
 
     def start(self) -> None:
@@ -112,18 +124,27 @@ class SimNode:
         self.mover = SimMover(
             shared.network, self.host, made.chance, made.fault_rate, self.disk, self._elsewhere,
             self._place_of, lambda path: made.key, bytes_per_s=shared.bytes_per_s,
+            own=self.memory, peers=shared.peers,
         )  # fmt: skip
         tiers = frozenset(Tier) - {Tier.IN_PLACE, Tier.MEMORY}
         self.coordinator = SidecarCoordinator(
             workers, self.mover, shared.metrics,
             CoordinatorSettings(shared.takeover_timeout_s, load_timeout_s=1.0, tiers=tiers),
-            stores=self.disk is not None, replicas=self.mover if self._elsewhere else None,
+            stores=self.disk is not None, replicas=self.mover if self._elsewhere or self.keeps_others else None,
         )  # fmt: skip
         upstream = SimUpstream(shared.proxy, shared.network, process, self.host)
         coordination = coordination_of(shared, process, self.host, made.clock_rate, made.clock_offset_s)
         self.standing = None if coordination is None else Standing(coordination, shared.takeover_timeout_s)
         self.sessions = Sessions(self.coordinator, upstream, shared.proxy, self.standing)
         self._believer = SecretBeliever(shared.secret, lambda: shared.wall_s() + made.wall_offset_s)
+        here = Here(workers, self.coordinator, lambda pool: None, made.slots)
+        saving = Saving(self.coordinator, self.mover.bring_to if self.keeps_others else None)
+        self._router = Router(
+            [
+                *fleet_routes(self._believer, self.coordinator, self.record),
+                *move_routes(proving(self._believer), here, Rooms(), saving),
+            ]
+        )
         self._machines = [
             _Machine(workers.add(f"w{number}", f"http://{self.host}:9{number}00")) for number in range(made.workers)
         ]
@@ -190,10 +211,10 @@ class SimNode:
         """Those of the present life."""
         return [machine.engine for machine in self._machines if machine.engine is not None]
 
-    def drain(self) -> None:
-        """SIGTERM: no new sessions; running ones may end."""
+    def drain(self, *, drains: bool) -> None:
+        """No new sessions, and those that it has may leave; or a drain that is cancelled."""
         if self.coordinator is not None:
-            self.coordinator.draining = True
+            self.coordinator.draining = drains
 
     # ---- workers
 
@@ -270,7 +291,13 @@ class SimNode:
         """What the node says of itself."""
         assert self.coordinator is not None
         return node_record(
-            self.workers, self.coordinator, self._shared.models, name=self.name, url=self.url, slots=self.made.slots
+            self.workers,
+            self.coordinator,
+            self._shared.models,
+            name=self.name,
+            url=self.url,
+            slots=self.made.slots,
+            replicas=self.peer if self.keeps_others else "",
         )
 
     def _fenced(self, standing: Standing, begun: Membership, session: SessionId) -> Callable[[], bool]:
@@ -292,20 +319,15 @@ class SimNode:
 
     async def _handle(self, request: SimRequest) -> Any:
         """As the daemon's application routes it."""
-        assert self.coordinator is not None
         assert self.sessions is not None
+        routed = self._router.route(request)
+        if routed is not None:
+            return await routed
         try:
             claimed = self._believer.check(request.method, request.raw_path, request.headers.get(headers.FLEET, ""))
             claimed.require(request.body)
         except Unproven:
             return problems.not_of_the_fleet().response(request.headers, request.path)
-        if request.path == NODE_PATH:
-            life = {LIFE: f"{self.life}"}
-            return web.Response(text=encode(self.record()), content_type="application/json", headers=life)
-        if request.path.startswith(SESSION_PATH):
-            told = self.coordinator.told_of(request.path.removeprefix(SESSION_PATH))
-            body = b"{}" if told is None else msgspec.json.encode(told)
-            return web.Response(status=404 if told is None else 200, body=body, content_type="application/json")
         asked = parse_body(request.body)
         assert has_marker(asked), "a gateway makes a session of every request here"
         demanded = policy_of(request.headers, self._shared.proxy.policy)

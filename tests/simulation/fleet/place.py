@@ -16,6 +16,7 @@ from midstream.sidecar.metrics import Metrics
 from .loop import Process, SimLoop
 from .network import Network
 from .service import Leases, Service
+from .stores import SnapshotStore
 from .truth import Question
 
 SWEEP_EVERY_S = 30.0
@@ -43,6 +44,9 @@ class Shared:
     lease_s: int
     takeover_timeout_s: float
     bytes_per_s: int
+    keeps_others: bool
+    # Nodes' memories for others' snapshots, by where they are reached.
+    peers: dict[str, SnapshotStore] = field(default_factory=dict)
     when_alone: WhenAlone = WhenAlone.STOP
     secret: bytes = b"s" * 32
     models: Models = field(default_factory=Models)

@@ -20,7 +20,7 @@ class Kind(StrEnum):
     NODE_POWER = "node-power"
     NODE_PAUSE = "node-pause"
     MACHINE_PAUSE = "machine-pause"
-    NODE_DRAIN = "node-drain"
+    NODE_DRAIN = "node-drain"  # to its end, or until it is cancelled
     WORKER_KILL = "worker-kill"
     WORKER_HANG = "worker-hang"
     CUT = "cut"
@@ -41,7 +41,7 @@ class Kind(StrEnum):
 
 # How often each comes, beside the others.
 _WEIGHTS = {
-    Kind.NODE_KILL: 6, Kind.NODE_POWER: 3, Kind.NODE_PAUSE: 4, Kind.MACHINE_PAUSE: 2, Kind.NODE_DRAIN: 3,
+    Kind.NODE_KILL: 6, Kind.NODE_POWER: 3, Kind.NODE_PAUSE: 4, Kind.MACHINE_PAUSE: 2, Kind.NODE_DRAIN: 5,
     Kind.WORKER_KILL: 8, Kind.WORKER_HANG: 2, Kind.CUT: 5, Kind.CUT_ONE_WAY: 5, Kind.SLOW_LINK: 3,
     Kind.SERVICE_DOWN: 2, Kind.SERVICE_SLOW: 2, Kind.SERVICE_LOSSY: 2, Kind.SERVICE_LATE: 2,
     Kind.SERVICE_COMPACTED: 2, Kind.LEASE_ENDED: 3, Kind.DISK_LOST: 1, Kind.STORE_LOST: 1, Kind.GATEWAY_KILL: 1,
@@ -105,6 +105,8 @@ class Shape:
     workers: int = 1
     bytes_per_s: int = 20_000_000
     has_disks: bool = True
+    keeps_others: bool = True
+    moves_recompute: bool = False
     odd_keys: float = 0.0
     chunk: int = 2
 
@@ -145,6 +147,8 @@ def small(seed: int) -> Schedule:
         workers=chance.choice((1, 1, 2)),
         bytes_per_s=chance.choice((500_000, 5_000_000, 50_000_000)),
         has_disks=chance.random() < 0.8,
+        keeps_others=chance.random() < 0.7,
+        moves_recompute=chance.random() < 0.5,
         odd_keys=chance.choice((0.0, 0.0, 0.3)),
         chunk=chance.choice((1, 2, 3)),
     )

@@ -171,7 +171,7 @@ class Leases(LeaseService):
 
         def done() -> bool:
             held = service.members.get(member)
-            if held is not None and str(held.version) != mark:
+            if held is None or str(held.version) != mark:
                 return False
             service.end(member)
             return True

@@ -70,11 +70,16 @@ class World:
             lease_s=shape.lease_s,
             takeover_timeout_s=shape.takeover_timeout_s,
             bytes_per_s=shape.bytes_per_s,
+            keeps_others=shape.keeps_others,
         )
         self.stores = [SnapshotStore(f"store{n}", f"store{n}", 100_000) for n in range(shape.stores)]
         self.nodes = [self._node(number) for number in range(shape.nodes)]
+        self.shared.peers = {node.peer: node.memory for node in self.nodes}
         urls = {node.name: node.url for node in self.nodes}
-        self.gateways = [SimGateway(self.shared, f"g{n}", urls, poll_s=0.5, lost_s=2.0) for n in range(shape.gateways)]
+        self.gateways = [
+            SimGateway(self.shared, f"g{n}", urls, poll_s=0.5, lost_s=2.0, recomputes=shape.moves_recompute)
+            for n in range(shape.gateways)
+        ]
         self.clients = [self._client(asked) for asked in schedule.asked]
         loop.set_exception_handler(self._on_exception)
 
@@ -160,8 +165,7 @@ class World:
             node.made.wall_offset_s = 0.0
             node.made.fault_rate = 0.0
             node.wake()
-            if node.is_up and node.coordinator is not None and node.coordinator.draining:
-                node.kill()
+            node.drain(drains=False)
             node.heal_workers()
             node.start()
         for gateway in self.gateways:
