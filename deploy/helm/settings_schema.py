@@ -26,6 +26,7 @@ DECIDED = frozenset(
         "store.dir",
         "store.bytes_max",
         "supervise.stop_timeout_s",
+        "drain.kubernetes_node",
         "fleet.name",
         "fleet.url",
         "fleet.group",

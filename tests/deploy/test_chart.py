@@ -30,6 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         }
     },
     "coordination": {"fleet": {"coordination": "kubernetes"}},
+    "a watched node": {"config": {"drain": {"notices": "aws,kubernetes"}}},
     "gateways that ask the API": {
         "gateway": {"enabled": True},
         "fleet": {"secretName": "fleet", "coordination": "kubernetes"},
@@ -309,6 +310,23 @@ def test_no_engine_gets_credentials_and_others_only_for_leases(chart: Charts) ->
     assert rendered.pod["automountServiceAccountToken"] is False
     assert with_token(rendered) == ["midstream"]
     assert with_token(chart.render(OPTIONS["gateways that ask the API"])) == ["midstream", "gateway"]
+
+
+def test_a_sidecar_that_watches_its_node_may_read_nodes_and_knows_which_is_its(chart: Charts) -> None:
+    rendered = chart.render(OPTIONS["a watched node"])
+    [rule] = rendered.one("ClusterRole")["rules"]
+    assert (rule["resources"], rule["verbs"]) == (["nodes"], ["get", "list", "watch"])
+    [subject] = rendered.one("ClusterRoleBinding")["subjects"]
+    assert subject["name"] == rendered.pod["serviceAccountName"]
+    assert rendered.one("ClusterRoleBinding")["roleRef"]["name"] == rendered.one("ClusterRole")["metadata"]["name"]
+    named = next(
+        entry for entry in rendered.container("midstream")["env"] if entry["name"] == "MIDSTREAM_DRAIN_KUBERNETES_NODE"
+    )
+    assert named["valueFrom"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
+    assert with_token(rendered) == ["midstream"]
+    assert chart.render().of("ClusterRole") == []
+    # Gateways have no node of their own.
+    assert with_token(chart.render({**OPTIONS["gateways"], **OPTIONS["a watched node"]})) == ["midstream"]
 
 
 def with_token(rendered: Rendered) -> list[str]:

@@ -33,6 +33,9 @@
 {{- if and (eq .Values.fleet.coordination "kubernetes") (not .Values.serviceAccount.create) (not .Values.serviceAccount.name) -}}
 {{- fail "fleet.coordination is kubernetes and there is no service account to give its role to; set serviceAccount.create or serviceAccount.name" -}}
 {{- end -}}
+{{- if and (include "midstream.watchesNode" .) (not .Values.serviceAccount.create) (not .Values.serviceAccount.name) -}}
+{{- fail "config.drain.notices has kubernetes and there is no service account that could read nodes; set serviceAccount.create or serviceAccount.name" -}}
+{{- end -}}
 {{- if and .Values.gateway.enabled (not .Values.fleet.secretName) -}}
 {{- fail "gateway.enabled needs the secret of the fleet, by which nodes know their gateways: make one (kubectl create secret generic NAME --from-literal=secret=\"$(openssl rand -hex 32)\") and name it in fleet.secretName" -}}
 {{- end -}}

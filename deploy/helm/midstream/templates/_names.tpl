@@ -68,3 +68,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- $default := get $tested .Values.engine.kind -}}
 {{ default (index $default 0) .Values.engine.image.repository }}:{{ default (index $default 1) .Values.engine.image.tag }}
 {{- end -}}
+
+{{/* "true" where sidecars watch the node object of their pod (config.drain.notices). */}}
+{{- define "midstream.watchesNode" -}}
+{{- if has "kubernetes" (splitList "," (dig "drain" "notices" "" .Values.config)) -}}true{{- end -}}
+{{- end -}}

@@ -151,7 +151,7 @@ securityContext:
 
 {{/* With which sidecars and gateways prove themselves to the API, as its clients look for it. */}}
 {{- define "midstream.tokenVolume" -}}
-{{- if eq .Values.fleet.coordination "kubernetes" }}
+{{- if or (eq .Values.fleet.coordination "kubernetes") (include "midstream.watchesNode" .) }}
 - name: token
   projected:
     sources:
@@ -171,7 +171,7 @@ securityContext:
 {{- end -}}
 
 {{- define "midstream.tokenMount" -}}
-{{- if eq .Values.fleet.coordination "kubernetes" }}
+{{- if or (eq .Values.fleet.coordination "kubernetes") (include "midstream.watchesNode" .) }}
 - name: token
   mountPath: /var/run/secrets/kubernetes.io/serviceaccount
   readOnly: true

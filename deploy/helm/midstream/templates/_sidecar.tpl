@@ -73,6 +73,11 @@ capabilities:
     - name: MIDSTREAM_FLEET_URL
       value: http://{{ contains ":" .Values.sidecar.listenHost | ternary "[$(POD_IP)]" "$(POD_IP)" }}:{{ int64 .Values.sidecar.port }}
     {{- end }}
+    {{- if include "midstream.watchesNode" . }}
+    - name: MIDSTREAM_DRAIN_KUBERNETES_NODE
+      valueFrom:
+        fieldRef: {fieldPath: spec.nodeName}
+    {{- end }}
     {{- with .Values.sidecar.env }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
