@@ -76,7 +76,7 @@ def told_worker(worker: Worker) -> dict[str, Any]:
     return {
         "name": worker.name,
         "url": worker.url,
-        "state": (WorkerState.DRAINING if worker.leaving and worker.state is WorkerState.READY else worker.state).value,
+        "state": _state(worker),
         "detail": worker.text,
         "pid": worker.pid,
         "restarts": worker.restart_count,
@@ -89,6 +89,12 @@ def told_worker(worker: Worker) -> dict[str, Any]:
         "plugin": _counters(epoch),
         "older_epochs": [{"epoch": e.number, "sessions": len(e.sessions)} for e in worker.older],
     }
+
+
+def _state(worker: Worker) -> str:
+    if worker.parked and worker.state is WorkerState.READY:
+        return "parked"
+    return (WorkerState.DRAINING if worker.leaving and worker.state is WorkerState.READY else worker.state).value
 
 
 def _counters(epoch: Epoch | None) -> dict[str, int]:

@@ -4,7 +4,7 @@ Owns the socket and its routes. Invariant: only the sidecar's own user gets an a
 that nobody else enters). It decides nothing: `operators` does.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -61,10 +61,17 @@ class DrainOrder(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Control:
-    """The routes. Without `drains` nothing can be drained."""
+    """The routes. Without `drains` nothing can be drained; `more` are those of others."""
 
-    def __init__(self, coordinator: SidecarCoordinator, settings: ProxySettings, drains: Drains | None = None) -> None:
+    def __init__(
+        self,
+        coordinator: SidecarCoordinator,
+        settings: ProxySettings,
+        drains: Drains | None = None,
+        more: Sequence[web.RouteDef] = (),
+    ) -> None:
         self._drains = drains
+        self._more = more
         self._coordinator = coordinator
         self._operators = coordinator.operators
         self._upstream = Upstream(settings)
@@ -81,6 +88,7 @@ class Control:
             app.router.add_get("/drain", _told(self._drains))
             app.router.add_post("/drain", _refusable(self._begin_drain))
             app.router.add_delete("/drain", _refusable(self._cancel_drain))
+        app.router.add_routes(self._more)
         return app
 
     async def move(self, request: web.Request, session: SessionId) -> web.StreamResponse:

@@ -11,7 +11,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,8 @@ from ..session.ports import free_port, is_free
 from ..session.ticket import worker_dir, write_ticket
 from . import api, plugin_path
 from .attach import Attached
+from .cards.leaving import CardLeaving, held_meta
+from .cards.watch import CardWatch
 from .choice import Tier
 from .config import Listen, Settings
 from .control import Control, serving_control
@@ -56,6 +58,9 @@ from .listening import listen
 from .metrics import Metrics
 from .mover.client import MoverClient
 from .mover.memory_map import NAME as MEMORY
+from .parking.journal import Journal
+from .parking.settings import limits_of
+from .parking.workers import Parking
 from .notices.opening import open_sources
 from .notices.watching import Watching
 from .processes import send
@@ -127,6 +132,14 @@ class _Daemon:
             self._begin_again,
             within_s=settings.supervise.stop_timeout_s,
         )
+        self._parking = Parking(
+            self._workers,
+            self._coordinator,
+            Journal(self._state),
+            limits=limits_of(settings),
+            drain_of=self._emptying,
+            let_go=lambda pools, epoch: self._release(pools, epoch.arena_path),
+        )
 
     # ---- life
 
@@ -167,10 +180,19 @@ class _Daemon:
                 await stack.enter_async_context(streams.following())
             if record_now is not None:
                 await stack.enter_async_context(as_member(standing, record_now, self._settings.fleet.lease_s))
-            control = Control(self._coordinator, proxy_settings(self._settings, self._adapter), self._drains)
+            control = Control(
+                self._coordinator,
+                proxy_settings(self._settings, self._adapter),
+                self._drains,
+                self._parking.routes(),
+            )
             await stack.enter_async_context(serving_control(self._state, control))
             stack.push_async_callback(self._stop_engines)
+            stack.push_async_callback(self._parking.close)
             self._start_workers()
+            self._parking.begin()
+            self._spawn(self._parking.keep(), "parked standbys")
+            self._watch_cards(stack)
             stack.enter_context(told_url(self._state, self._told_url(listener)))
             host, bound = listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
@@ -478,14 +500,48 @@ class _Daemon:
     def _worker_drain(self, name: str) -> WorkerDrain | None:
         if name not in {worker.name for worker in self._workers.all()}:
             return None
+        return self._emptying(self._workers.get(name), partial(self._end_worker, name))
+
+    def _emptying(self, worker: Worker, end: Callable[[], Awaitable[None]] | None = None) -> WorkerDrain:
+        """The drain of a worker, which is ended by it, or only emptied."""
+
+        async def stay() -> None:
+            """It is to be parked."""
+
         return WorkerDrain(
-            self._workers.get(name),
+            worker,
             self._here,
             self._coordinator,
             self._metrics,
             at_once=self._settings.drain.moves_at_once,
-            end=partial(self._end_worker, name),
+            end=end or stay,
         )
+
+    def _watch_cards(self, stack: AsyncExitStack) -> None:
+        """See to it that workers leave cards that fail."""
+        if not self._settings.cards.poll_s:
+            return
+        leaving = CardLeaving(
+            self._workers,
+            self._coordinator,
+            self._drains,
+            pool_meta=partial(held_meta, self._holder.client.get),
+            cards=lambda: {uuid: card.reading for uuid, card in watch.cards.items()},
+            on_hung=lambda worker: self._suspect(
+                worker.name, worker.current.number if worker.current is not None else 0, Reason.STALL
+            ),
+            moves=self._settings.cards.on_fault == "move",
+        )
+        watch = CardWatch(
+            leaving.found,
+            poll_s=self._settings.cards.poll_s,
+            progress=leaving.progress,
+            patience_s=max(2 * self._settings.proxy.stall_floor_s, HANG_WATCH_S),
+        )
+        self._metrics.cards.told = watch.told
+        watch.start()
+        stack.push_async_callback(leaving.close)
+        stack.push_async_callback(watch.close)
 
     async def _end_worker(self, name: str) -> None:
         """A drained worker that midstream has started ends; sessions that it still has are taken over."""
@@ -583,6 +639,8 @@ class _Daemon:
             "state_dir": str(self._state),
             "draining": self._coordinator.draining,
             "drain": self._drains.told(),
+            "parked": self._parking.told(),
+            "cards": self._metrics.cards.told(),
             "sessions_open": self._coordinator.open_count,
             "holder": {"socket": str(self._holder.socket), "pid": self._holder.pid},
             "mover": {"pid": self._mover.pid, "restarts": self._mover.restarts, **(self._mover_status or {})},

@@ -110,6 +110,8 @@ class Worker:
     restart_count: int = 0
     # It is being emptied: it goes on with what it has, and takes nothing.
     leaving: bool = False
+    # It is in memory of the host, or on its way; it may be brought back (docs/parking.md).
+    parked: bool = False
 
     @property
     def session_count(self) -> int:
@@ -172,7 +174,7 @@ class Workers:
     def coming(self) -> bool:
         """Whether a worker that is not ready may become so."""
         hopeful = (WorkerState.STARTING, WorkerState.RESTARTING, WorkerState.DEAD, WorkerState.UNREACHABLE)
-        return any(w.state in hopeful and not w.leaving for w in self._workers.values())
+        return any(w.parked or (w.state in hopeful and not w.leaving) for w in self._workers.values())
 
     def candidates(self) -> list[Candidate]:
         """The ready workers, as the choice sees them."""
