@@ -58,11 +58,11 @@ from .listening import listen
 from .metrics import Metrics
 from .mover.client import MoverClient
 from .mover.memory_map import NAME as MEMORY
+from .notices.opening import open_sources
+from .notices.watching import Watching
 from .parking.journal import Journal
 from .parking.settings import limits_of
 from .parking.workers import Parking
-from .notices.opening import open_sources
-from .notices.watching import Watching
 from .processes import send
 from .proxy_settings import proxy_settings
 from .replicas import keeper as replicas
