@@ -22,6 +22,7 @@ from .fleet import Prover
 from .kept import Kept
 from .settings import ProxySettings
 from .turns import Turns
+from .upstream_socket import upstream_socket
 
 T = TypeVar("T")
 
@@ -61,8 +62,8 @@ class Upstream:
 
     async def open(self) -> None:
         """Make the sessions; needs a running loop."""
-        self._pooled = self._session(aiohttp.TCPConnector(limit=0, keepalive_timeout=self._settings.idle_connection_s))
-        self._fresh = self._session(aiohttp.TCPConnector(limit=0, force_close=True))
+        self._pooled = self._session(_connector(keepalive_timeout=self._settings.idle_connection_s))
+        self._fresh = self._session(_connector(force_close=True))
 
     async def close(self) -> None:
         """Close all connections."""
@@ -119,6 +120,10 @@ class Upstream:
         proven = headers.copy()
         proven.update(self._prover.headers(method, url.raw_path_qs, body))
         return proven
+
+
+def _connector(**options: Any) -> aiohttp.TCPConnector:
+    return aiohttp.TCPConnector(limit=0, socket_factory=upstream_socket, **options)
 
 
 async def _send(
