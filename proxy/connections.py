@@ -8,6 +8,7 @@ import asyncio
 import logging
 import resource
 import socket
+import ssl
 from collections.abc import Callable
 from typing import cast
 
@@ -23,6 +24,8 @@ RESERVED_DESCRIPTORS = 128
 # Each client's connection may need another one to a worker.
 _DESCRIPTORS_EACH = 2
 _CONNECTIONS_MIN = 16
+# Who connects and does not say who it is has a descriptor for no longer than that.
+_HANDSHAKE_S = 5.0
 # Clients that connect at once and have not been accepted yet.
 BACKLOG = 1024
 
@@ -43,10 +46,13 @@ def connections_within(descriptor_count: int) -> int:
 class BoundedSite(web.BaseSite):
     """An application on a listening socket, for at most `connections_max` connections."""
 
-    __slots__ = ("_connections_max", "_full", "_sock")
+    __slots__ = ("_connections_max", "_full", "_sock", "_tls")
 
-    def __init__(self, runner: web.AppRunner, sock: socket.socket, *, connections_max: int) -> None:
+    def __init__(
+        self, runner: web.AppRunner, sock: socket.socket, *, connections_max: int, tls: ssl.SSLContext | None = None
+    ) -> None:
         super().__init__(runner, backlog=BACKLOG)
+        self._tls = tls
         self._sock = sock
         self._connections_max = connections_max
         self._full = False
@@ -55,7 +61,7 @@ class BoundedSite(web.BaseSite):
     def name(self) -> str:
         """Where it listens."""
         host, port = self._sock.getsockname()[:2]
-        return f"http://{host}:{port}"
+        return f"{'http' if self._tls is None else 'https'}://{host}:{port}"
 
     async def start(self) -> None:
         """Listen."""
@@ -63,7 +69,13 @@ class BoundedSite(web.BaseSite):
         server = self._runner.server
         assert server is not None
         factory = self._bounded(server)
-        self._server = await asyncio.get_running_loop().create_server(factory, sock=self._sock, backlog=self._backlog)
+        self._server = await asyncio.get_running_loop().create_server(
+            factory,
+            sock=self._sock,
+            backlog=self._backlog,
+            ssl=self._tls,
+            ssl_handshake_timeout=None if self._tls is None else _HANDSHAKE_S,
+        )
 
     def _bounded(self, server: web.Server) -> Callable[[], asyncio.Protocol]:
         def protocol() -> asyncio.Protocol:

@@ -4,6 +4,7 @@ Only the contract lives here, and what holds for a node that is alone. Invariant
 is and nothing of what it is; the token itself is told to nobody but the one that drew it, and to that one by the fleet.
 """
 
+import ssl
 from typing import Protocol
 
 
@@ -19,17 +20,27 @@ class Elsewhere(Protocol):
         """Where the one of a prefix takes requests; None if there is none. Bounded in time, never raises."""
         ...
 
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        """By which the others are known, and this one to them; None for what the system trusts."""
+        ...
+
     def vouch(self, method: str, target: str, body: bytes) -> str:
         """What proves that one of the fleet passes this on; never the same twice, and text for a header."""
         ...
 
-    def believes(self, method: str, target: str, body: bytes, proof: str) -> str:
-        """Why a proof is none, for the log; "" if it is one. It holds once."""
+    def believes(self, method: str, target: str, body: bytes, proof: str, *, shown: bool) -> str:
+        """Why a proof is none, for the log; "" if it is one. It holds once.
+
+        `shown`: the connection has shown a certificate of the fleet's authority.
+        """
         ...
 
 
 class Nowhere:
     """A node that is alone."""
+
+    tls = None
 
     @property
     def own_prefix(self) -> str:
@@ -44,6 +55,6 @@ class Nowhere:
         """There is nobody to pass anything to."""
         return ""
 
-    def believes(self, method: str, target: str, body: bytes, proof: str) -> str:
+    def believes(self, method: str, target: str, body: bytes, proof: str, *, shown: bool) -> str:
         """Nobody passes anything on to it."""
         return "this node is in no fleet"

@@ -6,8 +6,10 @@ proved where it comes from; one that fails to is refused, and never taken for a 
 sidecar's.
 """
 
+import asyncio
 import logging
 import re
+import ssl
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -42,17 +44,30 @@ class Claimed(Protocol):
 class Believer(Protocol):
     """A node's side."""
 
-    def check(self, method: str, target: str, header: str) -> Claimed:
-        """Raises Unproven unless one of the fleet has sent this, just now, and for the first time."""
+    def check(self, method: str, target: str, header: str, *, shown: bool = False) -> Claimed:
+        """Raises Unproven unless one of the fleet has sent this, just now, and for the first time.
+
+        `shown`: its connection has shown a certificate of the fleet's authority.
+        """
         ...
 
 
 class Prover(Protocol):
-    """A gateway's side."""
+    """A gateway's side, or that of whoever asks another for its client's sake."""
+
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        """By which the others are known, and this one to them; None for what the system trusts."""
+        ...
 
     def headers(self, method: str, target: str, body: bytes) -> Mapping[str, str]:
         """What proves one request; never the same twice."""
         ...
+
+
+def shows_certificate(transport: asyncio.BaseTransport | None) -> bool:
+    """Whether whoever is at the other end has shown a certificate that was checked: only fleets' ports ask for any."""
+    return transport is not None and bool(transport.get_extra_info("peercert"))
 
 
 class Strangers:

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from . import headers, problems
 from .elsewhere import Elsewhere
-from .fleet import Strangers
+from .fleet import Strangers, shows_certificate
 from .passthrough import Passthrough, path_of
 from .problems import Problem
 from .upstream import Upstream, UpstreamLost, target
@@ -45,7 +45,8 @@ class AskElsewhere:
         proof = request.headers.get(SENT_ON)
         if proof is None:
             return None
-        why = self._elsewhere.believes(request.method, request.raw_path, body or b"", proof)
+        shown = shows_certificate(request.transport)
+        why = self._elsewhere.believes(request.method, request.raw_path, body or b"", proof, shown=shown)
         if not why:
             return None
         self._strangers.tell(request.remote, why, time.monotonic())
@@ -66,7 +67,7 @@ class AskElsewhere:
         answer: aiohttp.ClientResponse | None = None
         try:
             async with asyncio.timeout(_ANSWER_S):
-                answer = await self._upstream.request(request.method, url, sent, body)
+                answer = await self._upstream.request(request.method, url, sent, body, tls=self._elsewhere.tls)
         except (UpstreamLost, TimeoutError) as error:
             _LOG.warning("event=stream_out_of_reach at=%s why=%s", base_url, error or "it does not answer")
             return problems.out_of_reach().response(request.headers, request.path)

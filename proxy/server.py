@@ -19,7 +19,7 @@ from .coordinator import Coordinator
 from .dialects.by_path import CHAT_PATH, SESSION_PATHS, events_of
 from .eligible import NO_SESSION, why_not_resumable
 from .elsewhere import Elsewhere, Nowhere
-from .fleet import MORE_BYTES, Believer, Claimed, Prover, Strangers, Unproven, has_marker, marker_in
+from .fleet import MORE_BYTES, Believer, Claimed, Prover, Strangers, Unproven, has_marker, marker_in, shows_certificate
 from .passthrough import Passthrough
 from .permission import Always, Permits
 from .policy import Policy, policy_of
@@ -226,7 +226,7 @@ class _Requests:
         proof = request.headers.get(headers.FLEET)
         if self._believer is None or proof is None:
             return None
-        return self._believer.check(request.method, request.raw_path, proof)
+        return self._believer.check(request.method, request.raw_path, proof, shown=shows_certificate(request.transport))
 
     async def _take_in(
         self, request: web.Request, asked: dict[str, Any], body: dict[str, Any], demanded: Policy

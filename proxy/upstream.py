@@ -7,6 +7,7 @@ decide what a lost worker means for a session.
 
 import asyncio
 import io
+import ssl
 from collections.abc import AsyncIterable, Awaitable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -93,24 +94,27 @@ class Upstream:
         body: bytes | AsyncIterable[bytes] | None,
         *,
         proven: bool = False,
+        tls: ssl.SSLContext | None = None,
     ) -> aiohttp.ClientResponse:
         """Send a request and return when the headers of its answer are there. Raises UpstreamLost.
 
-        `proven`: a gateway vouches for it. What only passes through is its client's own.
+        `proven`: a gateway vouches for it. What only passes through is its client's own. `tls`: for one of the fleet,
+        where workers are none.
         """
+        context = tls or (self._prover.tls if self._prover is not None else None)
         if self._pooled is None or self._fresh is None:
             raise EngineError("the proxy's client is not open: start the application first")
         connection = _Connection()
         try:
             sent = self._proven(method, url, headers, body) if proven else headers
-            return await _send(self._pooled, connection, method, url, sent, body)
+            return await _send(self._pooled, connection, method, url, sent, body, context)
         except UpstreamLost:
             # A body that was streamed from the client is used up; a bytes object can be sent again.
             if not connection.reused or not isinstance(body, bytes | None):
                 raise
         # A proof holds once.
         sent = self._proven(method, url, headers, body) if proven else headers
-        return await _send(self._fresh, _Connection(), method, url, sent, body)
+        return await _send(self._fresh, _Connection(), method, url, sent, body, context)
 
     def _proven(
         self, method: str, url: URL, headers: CIMultiDict[str], body: bytes | AsyncIterable[bytes] | None
@@ -133,12 +137,19 @@ async def _send(
     url: URL,
     headers: CIMultiDict[str],
     body: bytes | AsyncIterable[bytes] | None,
+    tls: ssl.SSLContext | None,
 ) -> aiohttp.ClientResponse:
     # A large body is written in pieces, so that it does not hold up the streams of others.
     data = io.BytesIO(body) if isinstance(body, bytes) and len(body) > _PIECEWISE_BYTES else body
     try:
         return await session.request(
-            method, url, headers=headers, data=data, allow_redirects=False, trace_request_ctx=connection
+            method,
+            url,
+            headers=headers,
+            data=data,
+            allow_redirects=False,
+            trace_request_ctx=connection,
+            ssl=tls or True,
         )
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
         raise UpstreamLost(Reason.UNREACHABLE, f"worker {_origin(url)} cannot be reached: {error}") from error

@@ -219,6 +219,20 @@ class Fleet(_Part, frozen=True):
         str, Meta(description="File that says how the Kubernetes API is reached; empty: the pod's service account.")
     ] = ""
     kubernetes_context: Annotated[str, Meta(description="Context of that file; empty: its current one.")] = ""
+    listen: Annotated[
+        str,
+        Meta(
+            pattern="^([^ ]+:[1-9][0-9]{0,4})?$",
+            title="HOST:PORT, or nothing",
+            description="Where the fleet alone reaches this one, by TLS; beside listen.host, which is for clients.",
+        ),
+    ] = ""
+    tls_cert: Annotated[str, Meta(description="File with the certificate that this one shows the fleet.")] = ""
+    tls_key: Annotated[str, Meta(description="File with the key of that certificate.")] = ""
+    tls_ca: Annotated[
+        str,
+        Meta(description="File with the authority of the fleet's certificates; who shows one is believed."),
+    ] = ""
 
 
 class Replicas(_Part, frozen=True):

@@ -45,8 +45,9 @@ from .drain.room import Rooms
 from .drain.saving import Bring, Saving
 from .drain.worker import WorkerDrain
 from .fleet.record import Record
-from .fleet_access import believer_of, node_name, node_url, streams_of
+from .fleet_access import believer_of, is_in_a_fleet, node_name, node_url, streams_of
 from .fleet_api import fleet_routes, node_record, proving
+from .fleet_listener import listen_to_the_fleet
 from .fleet_member import as_member, standing_of
 from .fleet_moves import move_routes
 from .fleet_standing import Standing
@@ -264,7 +265,7 @@ class _Daemon:
     def _record_now(self, listener: socket.socket) -> Callable[[], Record] | None:
         """What this node says of itself to its fleet, if it is in one. ConfigError where that cannot be said."""
         fleet = self._settings.fleet
-        if fleet.secret_file is None and fleet.coordination == "none":
+        if not is_in_a_fleet(fleet):
             return None
         return partial(
             node_record,
@@ -312,7 +313,9 @@ class _Daemon:
         app.on_response_prepare.append(api.counting(self._metrics))
         runner = make_runner(app)
         await runner.setup()
-        await BoundedSite(runner, listener, connections_max=connections_within(raise_descriptor_limit())).start()
+        connections_max = connections_within(raise_descriptor_limit())
+        await BoundedSite(runner, listener, connections_max=connections_max).start()
+        await listen_to_the_fleet(runner, self._settings.fleet, connections_max)
         return runner
 
     # ---- workers

@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from ..proxy import headers, problems
-from ..proxy.fleet import Believer, Strangers, Unproven
+from ..proxy.fleet import Believer, Strangers, Unproven, shows_certificate
 from .coordinator import SidecarCoordinator
 from .fleet.record import Load, Readiness, Record, Role, encode
 from .served_models import ServedModels
@@ -97,7 +97,10 @@ def proving(believer: Believer) -> Proven:
     def proven(answer: Answer) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
-                claimed = believer.check(request.method, request.raw_path, request.headers.get(headers.FLEET, ""))
+                proof = request.headers.get(headers.FLEET, "")
+                claimed = believer.check(
+                    request.method, request.raw_path, proof, shown=shows_certificate(request.transport)
+                )
                 # Nothing of a body is read before its sender is known.
                 body = await _bounded_body(request)
                 claimed.require(body)

@@ -3,21 +3,21 @@
 Owns the list of prefixes. Invariants: a token's prefix is the drawn part of the id of the member that drew it, so it
 names one life of one process, and never comes back; nobody is asked for it but that member, at the URL that it told the
 service itself; while the service is silent the last picture holds. What members say to each other is proven by the
-fleet's secret, where there is one.
+fleet's credentials, where it has any.
 """
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from ..proxy.fleet import Unproven
+from ..proxy.fleet import Believer, Prover, Unproven
 from ..proxy.headers import FLEET
 from .fleet.coordination import Picture
-from .fleet.proof import SecretBeliever, SecretProver
 from .fleet.record import MemberId
 from .fleet_standing import Standing
 
-# In a fleet without a secret a question is marked all the same: that keeps it from being passed on again.
+# In a fleet without credentials a question is marked all the same: that keeps it from being passed on again.
 _UNPROVEN = "1"
 
 
@@ -29,9 +29,7 @@ def prefix_of_member(member: MemberId) -> str:
 class FleetStreams:
     """What one process knows of the others' streams."""
 
-    def __init__(
-        self, standing: Standing, prover: SecretProver | None = None, believer: SecretBeliever | None = None
-    ) -> None:
+    def __init__(self, standing: Standing, prover: Prover | None = None, believer: Believer | None = None) -> None:
         self._standing = standing
         self._prover = prover
         self._believer = believer
@@ -67,16 +65,21 @@ class FleetStreams:
         """Where that member takes requests, if it is there."""
         return self._urls.get(prefix)
 
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        """By which others are known."""
+        return None if self._prover is None else self._prover.tls
+
     def vouch(self, method: str, target: str, body: bytes) -> str:
         """The proof of one request."""
         return _UNPROVEN if self._prover is None else self._prover.headers(method, target, body)[FLEET]
 
-    def believes(self, method: str, target: str, body: bytes, proof: str) -> str:
+    def believes(self, method: str, target: str, body: bytes, proof: str, *, shown: bool = False) -> str:
         """Why a request is not the fleet's; "" if it is."""
         if self._believer is None:
             return ""
         try:
-            self._believer.check(method, target, proof).require(body)
+            self._believer.check(method, target, proof, shown=shown).require(body)
         except Unproven as error:
             return str(error)
         return ""

@@ -13,6 +13,7 @@ from .. import api
 from ..config import Settings
 from ..fleet.record import Readiness
 from ..fleet_access import gateway_record, prover_of, streams_of
+from ..fleet_listener import listen_to_the_fleet
 from ..fleet_member import as_member, standing_of
 from ..fleet_standing import Standing
 from ..listening import listen
@@ -93,6 +94,7 @@ class _Gateway:
             # Each node that is asked has a connection of its own.
             connections_max = connections_within(raise_descriptor_limit() - len(self._urls))
             await BoundedSite(runner, listener, connections_max=connections_max).start()
+            await listen_to_the_fleet(runner, self._settings.fleet, connections_max)
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             _LOG.info("event=listening url=http://%s:%d nodes=%d", shown, port, len(self._coordinator.nodes.all()))

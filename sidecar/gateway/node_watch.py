@@ -56,7 +56,9 @@ class NodeWatch:
     async def follow(self) -> None:
         """Ask all of them, each at its own pace."""
         # As many connections as nodes: with fewer, those that hang would keep the others from being asked.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2 * self.every_s + ANSWER_S)
+        connector = aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=2 * self.every_s + ANSWER_S, ssl=self._prover.tls or True
+        )
         async with aiohttp.ClientSession(connector=connector, trust_env=False) as http, asyncio.TaskGroup() as tasks:
             for name in self._urls:
                 tasks.create_task(self._follow_one(http, name), name=f"node {name}")

@@ -45,7 +45,7 @@ class Orders:
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> "Orders":
-        connector = aiohttp.TCPConnector(limit=0, limit_per_host=_CONNECTIONS_EACH)
+        connector = aiohttp.TCPConnector(limit=0, limit_per_host=_CONNECTIONS_EACH, ssl=self._prover.tls or True)
         self._http = aiohttp.ClientSession(connector=connector, trust_env=False)
         return self
 

@@ -39,7 +39,7 @@ class Verdicts:
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> "Verdicts":
-        connector = aiohttp.TCPConnector(limit=0, limit_per_host=_CONNECTIONS_EACH)
+        connector = aiohttp.TCPConnector(limit=0, limit_per_host=_CONNECTIONS_EACH, ssl=self._prover.tls or True)
         timeout = aiohttp.ClientTimeout(total=ANSWER_S)
         self._http = aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False)
         return self

@@ -183,6 +183,8 @@ async def test_sessions_without_readers_count_as_open_requests_and_hold_their_bo
 class Fleet:
     """Where the nodes of a fleet are."""
 
+    tls = None
+
     def __init__(self, own_prefix: str) -> None:
         self.own_prefix = own_prefix
         self.urls: dict[str, str] = {}
@@ -193,7 +195,7 @@ class Fleet:
         self.vouched.append((method, target, body))
         return f"{method} {target} {len(body)}"
 
-    def believes(self, method: str, target: str, body: bytes, proof: str) -> str:
+    def believes(self, method: str, target: str, body: bytes, proof: str, *, shown: bool) -> str:
         return "" if proof == f"{method} {target} {len(body)}" else "another proof"
 
     async def base_url_of(self, prefix: str) -> str | None:
