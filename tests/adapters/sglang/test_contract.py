@@ -9,7 +9,7 @@ from midstream.adapters.sglang.adapter import SglangAdapter
 from midstream.session.marker import Marker
 from midstream.sidecar.environments import SGLANG_ENVIRON
 from support.beside import EngineUnderTest
-from support.sglang_rig import BLOCK_TOKENS, START_S, sglang_command
+from support.sglang_rig import BLOCK_TOKENS, FORKED, START_S, sglang_command
 
 __all__ = ["beside", "fallen", "first", "mover", "standby"]
 
@@ -32,7 +32,7 @@ def engine() -> EngineUnderTest:
     return EngineUnderTest(
         WithoutEnd(),
         tuple(sglang_command()),
-        SGLANG_ENVIRON,
+        {**SGLANG_ENVIRON, **FORKED},
         model="smollm2",
         block_tokens=BLOCK_TOKENS,
         streams=3,

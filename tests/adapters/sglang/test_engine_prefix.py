@@ -1,6 +1,6 @@
 """SGLang as it is by default: with a prefix cache, overlapped steps and draws of its own; and in small pages.
 
-One pair of workers. What is greedy goes on exactly, whoever else has its pages; what is drawn says that it does not.
+One pair of workers, started as users start them. What is greedy goes on exactly, whoever else has its pages; what is drawn says that it does not.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ PAGE_TOKENS = 16
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
     """A sidecar with two workers."""
-    rig = SglangRig("--page-size", str(PAGE_TOKENS), workers=2, deterministic=False, overlapped=True)
+    rig = SglangRig("--page-size", str(PAGE_TOKENS), workers=2, deterministic=False, overlapped=True, spawned=True)
     try:
         rig.start()
         yield rig
