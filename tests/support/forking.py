@@ -2,7 +2,7 @@
 
 vLLM forks or spawns as VLLM_WORKER_MULTIPROC_METHOD says, but for the CPU, where it always spawns, and SGLang always
 spawns: then three processes import all of it one after the other, which is most of a start. Those that are started by
-hand do spawn, and so do those of the end-to-end tests.
+hand do spawn, and so do those of the end-to-end tests and one pair of SGLangs.
 """
 
 import multiprocessing

@@ -1,6 +1,7 @@
 """SGLang as it is by default: with a prefix cache, overlapped steps and draws of its own; and in small pages.
 
-One pair of workers, started as users start them. What is greedy goes on exactly, whoever else has its pages; what is drawn says that it does not.
+One pair of workers, started as users start them. What is greedy goes on exactly, whoever else has its pages; what is
+drawn says that it does not.
 """
 
 from collections.abc import Iterator
