@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -214,14 +214,13 @@ class Keeper:
                     self._journal.forget(self.name)
                     self._rested.set()
                 case Check(turn, back):
-                    self._begin(self._judged(turn, self._check_back() if back else self._check()))
+                    self._begin(self._judged(turn, self._check_back if back else self._check))
                 case Quiesce(turn):
-                    self._begin(self._judged(turn, self._guest.quiesce()))
+                    self._begin(self._judged(turn, self._guest.quiesce))
                 case Save(turn):
-                    self._begin(self._judged(turn, self._save()))
+                    self._begin(self._judged(turn, self._save))
                 case Wake(turn, proof):
-                    work = self._guest.prove(self._entry.probe) if proof else self._guest.wake()
-                    self._begin(self._judged(turn, work))
+                    self._begin(self._judged(turn, self._prove if proof else self._guest.wake))
                 case Call(turn, op, ranks):
                     self._begin(self._call_all(turn, op, ranks))
                 case Look(turn, goals, until_s):
@@ -256,15 +255,11 @@ class Keeper:
             # Without a record nothing is begun; what is under way goes on, for standing still would help nobody.
             _LOG.error("event=journal name=%s error=%s", self.name, error)
 
-    def _begin(self, work: Awaitable[None]) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         """Start what the machine has asked for; what it asked for before is no longer wanted."""
         if self._work is not None and self._work is not asyncio.current_task():
             self._work.cancel()
-
-        async def run() -> None:
-            await work
-
-        self._work = task = asyncio.create_task(run(), name=f"parking of {self.name}")
+        self._work = task = asyncio.create_task(work, name=f"parking of {self.name}")
         self._tasks.add(task)
         task.add_done_callback(self._done)
 
@@ -273,9 +268,9 @@ class Keeper:
         if not task.cancelled() and (error := task.exception()) is not None:
             _LOG.error("event=task_failed name=%s", self.name, exc_info=error)
 
-    async def _judged(self, turn: int, work: Awaitable[None]) -> None:
+    async def _judged(self, turn: int, work: Callable[[], Awaitable[None]]) -> None:
         try:
-            await work
+            await work()
         except MidstreamError as error:
             self._happened(Refused(turn, str(error)))
         except Exception as error:
@@ -323,6 +318,9 @@ class Keeper:
             raise ParkError(f"the driver does not answer for process {self._processes[rank].pid}: {error}") from error
         except DriverError as error:
             raise ParkError(f"{error.code.lower()}: {error}") from error
+
+    async def _prove(self) -> None:
+        await self._guest.prove(self._entry.probe)
 
     async def _save(self) -> None:
         self._entry = replace(self._entry, probe=dict(await self._guest.save()))

@@ -9,7 +9,7 @@ has to do is `worker_guest.py`.
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -49,7 +49,7 @@ class Parking:
         *,
         limits: Limits,
         drain_of: Callable[[Worker], Emptying],
-        let_go: Callable[[Sequence[str], Epoch], Awaitable[None]],
+        let_go: Callable[[Sequence[str], Epoch], Coroutine[Any, Any, None]],
         driver: str = CUDA,
         free_bytes: int | None = None,
     ) -> None:
@@ -146,7 +146,7 @@ class Parking:
         ]
 
     def _asked(
-        self, do: Callable[[str, Any], Awaitable[Outcome]], wanted: ParkState
+        self, do: Callable[[str, Any], Coroutine[Any, Any, Outcome]], wanted: ParkState
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
             try:
@@ -268,11 +268,8 @@ class Parking:
         away = any(w.state in _AWAY and not w.parked for w in self._workers.all())
         return away and not self._workers.ready() and not self._coordinator.draining
 
-    def _spawn(self, work: Any, name: str) -> "asyncio.Task[Any]":
-        async def run() -> Any:
-            return await work
-
-        task = asyncio.create_task(run(), name=f"parking: {name}")
+    def _spawn(self, work: Coroutine[Any, Any, Any], name: str) -> "asyncio.Task[Any]":
+        task = asyncio.create_task(work, name=f"parking: {name}")
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return task

@@ -39,7 +39,12 @@ def trainer(sim: SimCuda, folder: Path) -> Iterator[Trainer]:
 
 def command(sim: SimCuda, folder: Path, *words: str, **more: str) -> "subprocess.Popen[str]":
     argv = [sys.executable, "-m", "midstream.sidecar.cli", *words, "--json"]
-    given = {"MIDSTREAM_STATE_DIR": str(folder / "state"), "MIDSTREAM_PARK_COPY_S": "4", "MIDSTREAM_PARK_LOCK_S": "1", **more}
+    given = {
+        "MIDSTREAM_STATE_DIR": str(folder / "state"),
+        "MIDSTREAM_PARK_COPY_S": "4",
+        "MIDSTREAM_PARK_LOCK_S": "1",
+        **more,
+    }
     return subprocess.Popen(
         argv, env={**environ(sim), **given}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
