@@ -188,6 +188,7 @@ class _Daemon:
                 self._parking.routes(),
             )
             await stack.enter_async_context(serving_control(self._state, control))
+            stack.callback(Journal(self._state).tidy)
             stack.push_async_callback(self._stop_engines)
             stack.push_async_callback(self._parking.close)
             self._start_workers()

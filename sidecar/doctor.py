@@ -59,6 +59,10 @@ def examine(settings: Settings, engine_python: str | None = None) -> list[Check]
             "engine", lambda: doctor_engine.environment(engine_python, is_attached=bool(settings.workers))
         )
     found += _guarded("gpu", lambda: [doctor_engine.gpu()])
+    if doctor_engine.has_gpu():
+        from .cards import doctor as doctor_cards
+
+        found += _guarded("cards", doctor_cards.cards)
     return found
 
 

@@ -96,12 +96,21 @@ def sidecar(settings: Settings) -> list[Check]:
     return found
 
 
+def has_gpu() -> bool:
+    """Whether this machine has a GPU that its kernel knows."""
+    return bool(_cards())
+
+
 def gpu() -> Check:
     """Whether there is a GPU; midstream works without one."""
-    cards = sorted(p.name for p in Path("/dev").glob("nvidia[0-9]*"))
+    cards = _cards()
     if not cards:
         return ok("gpu", "none; engines on CPU are kept all the same")
     return ok("gpu", f"{len(cards)} ({', '.join(cards)})")
+
+
+def _cards() -> list[str]:
+    return sorted(p.name for p in Path("/dev").glob("nvidia[0-9]*"))
 
 
 def _probe(python: str, environ: Mapping[str, str]) -> dict[str, Any]:

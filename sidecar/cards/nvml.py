@@ -138,6 +138,10 @@ class Library:
             pids=frozenset(int(process.pid) for process in processes or ()),
         )
 
+    def driver(self) -> str:
+        """The driver's version; empty where it does not tell."""
+        return str(self._asked(self._nvml.nvmlSystemGetDriverVersion) or "")
+
     def close(self) -> None:
         """Let go of the library."""
         if self._events is not None:

@@ -137,6 +137,7 @@ class _Locked:
 
     async def __aexit__(self, *_: object) -> None:
         os.close(self._fd)
+        self._journal.tidy()
 
 
 class _Kept:

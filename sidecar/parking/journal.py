@@ -18,6 +18,7 @@ from typing import Any
 
 from ...adapters.cuda_checkpoint.machine import ParkState
 from ...session.errors import ParkError
+from ..processes import read_process
 
 FOLDER = "parked"
 VERSION = 1
@@ -132,23 +133,41 @@ class Journal:
         self._path(name, "json").unlink(missing_ok=True)
 
     async def lock(self, name: str, within_s: float) -> int:
-        """The descriptor of the lock of a group, held; close it to let go.
+        """The descriptor of a group's lock, held; close it to let go. ParkError when others hold it for so long."""
+        deadline_s = asyncio.get_running_loop().time() + within_s
+        while (fd := self._try_lock(name)) is None:
+            if asyncio.get_running_loop().time() >= deadline_s:
+                raise ParkError(f"{name}: somebody else works on it; wait until that is over, see `midstream park`")
+            await asyncio.sleep(LOOK_EVERY_S)
+        return fd
 
-        ParkError when others hold it for so long.
-        """
+    def tidy(self) -> None:
+        """Remove what is of no use to anybody: records of processes that have ended, locks of nothing, the folder."""
+        with contextlib.suppress(OSError, ParkError):
+            for path in self.folder.glob("*.lock"):
+                fd = self._try_lock(path.stem)
+                if fd is None:
+                    continue
+                with contextlib.suppress(ParkError):
+                    entry = self.read(path.stem)
+                    if entry is None or not any(_lives(rank) for rank in entry.ranks):
+                        self.forget(path.stem)
+                        # Whoever waits for it sees that it is not that file any more.
+                        path.unlink(missing_ok=True)
+                os.close(fd)
+            self.folder.rmdir()
+
+    def _try_lock(self, name: str) -> int | None:
+        """The lock, if nobody has it."""
         self._make()
         path = self._path(name, "lock")
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        deadline_s = asyncio.get_running_loop().time() + within_s
-        try:
-            while not _taken(fd):
-                if asyncio.get_running_loop().time() >= deadline_s:
-                    raise ParkError(f"{name}: somebody else works on it; wait until that is over, see `midstream park`")
-                await asyncio.sleep(LOOK_EVERY_S)
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.stat().st_ino == os.fstat(fd).st_ino:
+                return fd
+        os.close(fd)
+        return None
 
     def entries(self) -> Iterator[Entry]:
         """All records that can be read."""
@@ -176,9 +195,6 @@ def checked_name(name: str) -> str:
     return name
 
 
-def _taken(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _lives(rank: ParkedRank) -> bool:
+    found = read_process(rank.pid)
+    return found is not None and found.started == rank.started
