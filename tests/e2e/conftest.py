@@ -7,6 +7,10 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from support.etcd_server import VARIABLE as ETCD_VARIABLE
+from support.etcd_server import binary as etcd_binary
+from support.host_fleet import HostFleet, host_fleets
+from support.hosts import why_not
 from support.sidecars import MODEL_VARIABLE, PYTHON_VARIABLE, Sidecar, engine_command, sidecars_started
 
 
@@ -39,6 +43,17 @@ def start(command: list[str]) -> Iterator[Callable[..., Sidecar]]:
     """Starts sidecars for one test alone; options are those of `Sidecar`, among them another `command`."""
     with sidecars_started(command) as start:
         yield start
+
+
+@pytest.fixture
+def host_fleet(command: list[str]) -> Iterator[Callable[..., HostFleet]]:
+    """Makes fleets for one test alone, on hosts that are namespaces; options are those of `HostFleet`."""
+    if reason := why_not():
+        pytest.skip(reason)
+    if etcd_binary() is None:
+        pytest.skip(f"{ETCD_VARIABLE} names no etcd; `make test` sets it")
+    with host_fleets(command) as make:
+        yield make
 
 
 @pytest.fixture(params=["kept", "fresh"])

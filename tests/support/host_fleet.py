@@ -8,6 +8,7 @@ import asyncio
 import json
 import secrets
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -52,13 +53,13 @@ for line in connection.getresponse():
 
 @dataclass(slots=True)
 class Node:
-    """One node of the fleet; `link` is that of its host."""
+    """One node of the fleet; `process` is its sidecar's, once it was started."""
 
     name: str
     host: Host
     folder: Path
     settings: Words
-    link: Link | None = None
+    process: "subprocess.Popen[bytes] | None" = None
 
     @property
     def url(self) -> str:
@@ -130,7 +131,9 @@ class HostFleet:
                 **(settings or {}),
                 **of_each(index, addresses, {name: other.address for name, other in self.others.items()}),
             }
-            self.nodes[name] = Node(name, host, place, {"fleet.name": name, **self._shared(), **more})
+            self.nodes[name] = Node(
+                name, host, place, {"fleet.name": name, **self._shared(), **self.files.of_replicas, **more}
+            )
 
     def _shared(self) -> dict[str, object]:
         return {
@@ -172,7 +175,7 @@ class HostFleet:
             "--state-dir", str(node.folder / "state"), "--store-dir", str(node.folder / "store"),
             *_sets(node.settings), "--", *(command or self._command),
         ]  # fmt: skip
-        node.host.start(argv, log=node.log)
+        node.process = node.host.start(argv, log=node.log)
 
     def start_gateway(self) -> None:
         """The gateway, which hears of its nodes from the service."""
@@ -389,11 +392,15 @@ def bodies(count: int, tokens: int) -> list[dict[str, Any]]:
     ]
 
 
+def keeping(index: int, addresses: Sequence[str], others: Mapping[str, str]) -> dict[str, object]:
+    """Settings of nodes that keep in memory what others bring."""
+    return {"replicas.listen": f"{addresses[index]}:{PEER_PORT}", "replicas.memory_bytes": 256 << 20}
+
+
 def with_replicas(index: int, addresses: Sequence[str], others: Mapping[str, str]) -> dict[str, object]:
     """Settings of nodes each of which brings what it has to the memory of the next one."""
     return {
-        "replicas.listen": f"{addresses[index]}:{PEER_PORT}",
-        "replicas.memory_bytes": 256 << 20,
+        **keeping(index, addresses, others),
         "replicas.to": f"peer://{addresses[(index + 1) % len(addresses)]}:{PEER_PORT}",
         "store.snapshot_every_s": 0.05,
         "store.tail_every_tokens": 8,
