@@ -294,6 +294,9 @@ class Drain(_Part, frozen=True):
     moves_at_once: Annotated[
         int, Meta(ge=1, le=256, description="Sessions of one node, or worker, that are moved at the same time.")
     ] = 4
+    short_s: Annotated[
+        float, Meta(ge=0, le=3600, description="Sessions that end by themselves within that time are not moved.")
+    ] = 2.0
     without_kv: Annotated[
         Literal["stay", "recompute"],
         Meta(description="What is done with sessions whose KV cannot be copied: left until the deadline, or moved."),

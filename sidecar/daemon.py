@@ -518,6 +518,7 @@ class _Daemon:
             self._coordinator,
             self._metrics,
             at_once=self._settings.drain.moves_at_once,
+            short_s=self._settings.drain.short_s,
             end=end or stay,
         )
 

@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-# What ends by itself within so long is not worth a move.
-SHORT_S = 2.0
 # A pace is one only after so many tokens.
 _PACED_TOKENS = 8
 
@@ -24,10 +22,9 @@ class Leaving:
     outputs: int
     left_s: float | None = None
 
-    @property
-    def is_short(self) -> bool:
-        """Whether it ends by itself soon."""
-        return self.left_s is not None and self.left_s <= SHORT_S
+    def ends_within(self, short_s: float) -> bool:
+        """Whether it ends by itself so soon that it is not worth a move."""
+        return self.left_s is not None and self.left_s < short_s
 
     def told(self) -> dict[str, Any]:
         """As JSON."""
@@ -41,9 +38,9 @@ def left_s(outputs: int, output_max: int | None, age_s: float) -> float | None:
     return max(0, output_max - outputs) * age_s / outputs
 
 
-def dearest_first(sessions: Iterable[Leaving]) -> list[Leaving]:
+def dearest_first(sessions: Iterable[Leaving], short_s: float) -> list[Leaving]:
     """Those that have to move: what would cost most to compute again comes first."""
-    moving = [s for s in sessions if not s.is_short]
+    moving = [s for s in sessions if not s.ends_within(short_s)]
     return sorted(moving, key=lambda s: (-s.positions, s.session))
 
 

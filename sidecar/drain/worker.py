@@ -43,6 +43,7 @@ class WorkerDrain:
         metrics: Metrics,
         *,
         at_once: int,
+        short_s: float,
         end: Callable[[], Awaitable[None]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -51,6 +52,7 @@ class WorkerDrain:
         self._coordinator = coordinator
         self._metrics = metrics
         self._at_once = at_once
+        self._short_s = short_s
         self._end = end
         self._clock = clock
         self._drain = Drain()
@@ -131,7 +133,7 @@ class WorkerDrain:
 
     def _begin_some(self) -> None:
         now_s = self._clock()
-        for leaving in dearest_first(self._here.leaving(self._worker.name)):
+        for leaving in dearest_first(self._here.leaving(self._worker.name), self._short_s):
             if len(self._moving) >= self._at_once:
                 return
             session = SessionId(leaving.session)

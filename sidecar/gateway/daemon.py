@@ -49,7 +49,9 @@ class _Gateway:
             self._verdicts,
             self._orders,
             takeover_timeout_s=settings.restore.takeover_timeout_s,
-            moves=MoveSettings(settings.drain.moves_at_once, settings.drain.without_kv == "recompute"),
+            moves=MoveSettings(
+                settings.drain.moves_at_once, settings.drain.short_s, settings.drain.without_kv == "recompute"
+            ),
         )
         # With a service nobody has to be named, and nobody is asked.
         self._urls = node_urls(settings.gateway.nodes) if settings.fleet.coordination == "none" else {}

@@ -43,9 +43,13 @@ PUT_OFF_FIRST_S, PUT_OFF_LARGEST_S = 1.0, 15.0
 
 @dataclass(frozen=True, slots=True)
 class MoveSettings:
-    """`at_once`: of one node. `recomputes`: sessions whose KV cannot be copied are moved all the same."""
+    """`at_once`: of one node. `recomputes`: sessions whose KV cannot be copied are moved all the same.
+
+    `short_s`: what ends by itself within that time stays.
+    """
 
     at_once: int = 4
+    short_s: float = 2.0
     recomputes: bool = False
 
 
@@ -119,7 +123,7 @@ class Moves:
         if free <= 0 or not waiting:
             return
         try:
-            leaving = dearest_first(await self._orders.leaving(node.url))
+            leaving = dearest_first(await self._orders.leaving(node.url), self._settings.short_s)
         except Refused as error:
             _LOG.warning("event=drain_not_told node=%s error=%s", node.id, error)
             return

@@ -67,7 +67,8 @@ def test_who_orders_again_may_want_it_sooner_and_not_later() -> None:
 
 def test_the_dearest_leave_first_and_the_short_ones_not_at_all() -> None:
     sessions = [Leaving("a", 100, 10), Leaving("b", 900, 10, 1.5), Leaving("c", 500, 10, 60.0)]
-    assert [one.session for one in dearest_first(sessions)] == ["c", "a"]
+    assert [one.session for one in dearest_first(sessions, 2.0)] == ["c", "a"]
+    assert [one.session for one in dearest_first(sessions, 0.0)] == ["b", "c", "a"]
 
 
 def test_a_session_is_short_only_where_its_request_and_its_pace_say_so() -> None:
