@@ -59,6 +59,7 @@ def move_routes(proven: Proven, here: Here, rooms: Rooms, saving: Saving) -> lis
     async def hold(request: web.Request, body: bytes) -> web.StreamResponse:
         order = msgspec.json.decode(body, type=RoomOrder)
         session = session_id(request.match_info["session"])
+        rooms.arrived(here.running())
         held_s = rooms.hold(session, order.tokens, frozenset(order.keys), here.free(), time.monotonic())
         return _json({"held_s": held_s})
 

@@ -36,6 +36,10 @@ class Here:
             if not record.facts.exact_obstacle and worker in (None, record.owner.epoch.worker)
         ]
 
+    def running(self) -> frozenset[str]:
+        """All sessions that are here."""
+        return frozenset(record.facts.session for record in self._coordinator.in_flight())
+
     def free(self) -> list[Free]:
         """What is free on each worker that takes sessions and says what KV of others it can use."""
         found = []

@@ -63,6 +63,11 @@ class Rooms:
         """It comes, or will not come."""
         self._held.pop(session, None)
 
+    def arrived(self, sessions: Collection[str]) -> None:
+        """These are here: what they take is free no more, and is not to be counted twice."""
+        for session in [session for session in self._held if session in sessions]:
+            del self._held[session]
+
     def count(self, now_s: float) -> int:
         """How many are promised."""
         self._forget(now_s)

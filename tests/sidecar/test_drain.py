@@ -109,6 +109,14 @@ def test_a_promise_ends_in_time_or_when_it_is_given_back_and_is_one_however_ofte
     rooms.hold("a", 600, {"k"}, free, 1 + HELD_S)
 
 
+def test_a_session_that_has_come_is_counted_once() -> None:
+    rooms = Rooms()
+    rooms.hold("a", 600, {"k"}, [Free("k", 2, 2000)], 0)
+    rooms.arrived({"a", "z"})
+    rooms.hold("b", 600, {"k"}, [Free("k", 1, 1400)], 1)
+    assert rooms.count(1) == 1
+
+
 def test_a_node_without_a_worker_of_the_key_promises_nothing() -> None:
     with pytest.raises(Refused) as refused:
         Rooms().hold("a", 1, {"k"}, [Free("other", 9, 9000)], 0)

@@ -150,6 +150,10 @@ class Moving:
         """All that runs here."""
         return [Leaving(session, 100, len(self._journal(session))) for session in sorted(self._coordinator.open)]
 
+    def running(self) -> frozenset[str]:
+        """The same, by name."""
+        return frozenset(self._coordinator.open)
+
     def free(self) -> list[Free]:
         """One worker."""
         return [Free(KEY, self.places - self._coordinator.open_count, None)]
