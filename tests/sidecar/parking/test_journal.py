@@ -1,4 +1,4 @@
-"""The record of a parked group: whole or not there, one keeper at a time, and nothing of it stays when it is of no use."""
+"""The record of a parked group: whole or not there, one keeper at a time, and gone when it is of no use."""
 
 import asyncio
 import json
@@ -80,7 +80,7 @@ async def test_a_group_has_one_keeper_also_when_the_lock_is_removed_meanwhile(tm
 async def test_a_helper_that_lives_on_holds_the_lock_of_its_keeper(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     fd = await journal.lock("w0", 1)
-    helper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(fd,))
+    helper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(fd,))  # noqa: ASYNC220
     os.close(fd)
     with pytest.raises(ParkError):
         await journal.lock("w0", 0.2)
@@ -91,7 +91,7 @@ async def test_a_helper_that_lives_on_holds_the_lock_of_its_keeper(tmp_path: Pat
 
 async def test_what_is_of_no_use_goes_and_what_is_parked_stays(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended = subprocess.Popen([sys.executable, "-c", ""])  # noqa: ASYNC220
     ended.wait()
     for name, ranks in (("here", ()), ("gone", (ParkedRank(ended.pid, 1),))):
         os.close(await journal.lock(name, 1))
