@@ -35,6 +35,8 @@ _LOG = logging.getLogger("midstream.coordinator")
 
 HISTORY_MAX = 1000
 LENT_MAX = 65_536
+# A node that is empty stays so long for a session whose next node might not take it.
+GIVEN_S = 3.0
 LOOK_EVERY_S = 0.02
 # Who owned a session before it came here; no worker's name can be that.
 ELSEWHERE = "(elsewhere)"
@@ -91,6 +93,7 @@ class SidecarCoordinator:
         self._finishing: set[asyncio.Task[None]] = set()
         self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY_MAX)
         self._lent: OrderedDict[SessionId, float] = OrderedDict()
+        self._given_s = float("-inf")
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
@@ -249,10 +252,16 @@ class SidecarCoordinator:
     def lend(self, session: SessionId, for_s: float) -> None:
         """Another node is about to go on with it; should that fail, it may come back within that time."""
         now_s = time.monotonic()
+        self._given_s = now_s
         self._lent[session] = now_s + for_s
         self._lent.move_to_end(session)
         while next(iter(self._lent.values())) <= now_s or len(self._lent) > LENT_MAX:
             self._lent.popitem(last=False)
+
+    @property
+    def gave_lately(self) -> bool:
+        """Whether a session was given away so shortly ago that its next node may not have it yet."""
+        return time.monotonic() - self._given_s < GIVEN_S
 
     def _is_lent(self, session: SessionId) -> bool:
         return self._lent.get(session, 0.0) > time.monotonic()

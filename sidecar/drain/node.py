@@ -19,6 +19,8 @@ from .phase import Drain, Phase
 _LOG = logging.getLogger("midstream.drain")
 
 LOOK_EVERY_S = 1.0
+# How often it is looked whether what was given away has been gone for long enough.
+_AWAY_S = 0.1
 
 
 class NodeDrain:
@@ -67,12 +69,19 @@ class NodeDrain:
         while self._drain.phase is not Phase.OVER:
             self._changed.clear()
             await self._wait()
-            self._become(phase.looked(self._drain, self._coordinator.open_count, self._clock()))
+            self._become(phase.looked(self._drain, self._left(), self._clock()))
+
+    def _left(self) -> int:
+        """Sessions that are here, and one more while the last one that was given away may come back."""
+        return self._coordinator.open_count or int(self._coordinator.gave_lately)
 
     async def _wait(self) -> None:
         """Until something may be otherwise."""
         if not self._drain.is_under_way:
             await self._changed.wait()
+            return
+        if self._left() and not self._coordinator.open_count:
+            await asyncio.sleep(_AWAY_S)
             return
         idle, changed = asyncio.ensure_future(self._coordinator.idle()), asyncio.ensure_future(self._changed.wait())
         left_s = max(0.0, self._drain.deadline_s - self._clock())

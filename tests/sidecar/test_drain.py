@@ -160,6 +160,27 @@ async def test_a_drain_ends_at_its_deadline_whatever_is_left(tmp_path: Path) -> 
     assert drain.told() == {**drain.told(), "phase": "over", "sessions_left": 1, "reasons": ["operator", "SIGTERM"]}
 
 
+async def test_an_empty_node_stays_for_a_session_whose_next_node_might_not_take_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("midstream.sidecar.coordinator.GIVEN_S", 0.5)
+    rig = Rig(tmp_path, stores=True)
+    rig.start("a")
+    await rig.coordinator.admit(facts_of())
+    drain = NodeDrain(rig.coordinator)
+    over = asyncio.create_task(drain.over())
+    drain.order("SIGTERM", 60)
+    rig.coordinator.lend(S, 60)
+    rig.coordinator.ended(facts_of(), "cancelled")
+    await asyncio.sleep(0.2)
+    assert not over.done()
+    await rig.coordinator.take_in(facts_of(), (1, 2))
+    await asyncio.sleep(0.6)
+    assert not over.done()
+    rig.coordinator.ended(facts_of(), "finished")
+    await asyncio.wait_for(over, 2)
+
+
 async def test_a_session_that_was_given_away_may_come_back_to_a_node_that_takes_nothing_else(tmp_path: Path) -> None:
     rig = Rig(tmp_path, stores=True)
     rig.start("a")
