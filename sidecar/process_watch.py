@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, repeat
 
-from .processes import Process, all_pids, collect, open_pidfd, read_process, remains, say_status, send
+from .processes import Process, all_pids, collect, open_pidfd, read_process, remains, say_status, send, tidies_up
 
 # Engines start their processes in the first seconds; later ones are rare, and looking is not free.
 _FIRST_SCANS_S = (0.02, 0.05, 0.1)
@@ -28,6 +28,8 @@ _KILL_POLL_S = 0.01
 _KILL_POLL_MAX_S = 0.1
 # After SIGKILL the kernel needs a moment to take a process down, longer where gigabytes are to be freed.
 _UNKILLABLE_S = 30.0
+# Those who tidy up behind the others need as long as it takes to remove some files.
+_TIDY_S = 1.0
 WATCHED_MAX = 4096
 _LOG = logging.getLogger("midstream.processes")
 
@@ -113,7 +115,10 @@ class TreeWatch:
         # How a process ended is known as long as its parent lives; but one that starts others again is not waited for.
         spared: Process | None = self._root
         while left := self._all_left():
-            ending = [p for p in left if not p.is_same(spared)] or left
+            others = [p for p in left if not tidies_up(p)]
+            if not others:
+                await self._until_dead(left, _TIDY_S)
+            ending = [p for p in others if not p.is_same(spared)] or others or left
             for process in ending:
                 send(process, signal.SIGKILL)
             await self._until_dead(ending, min(1.0, max(deadline - self._loop.time(), 0)))

@@ -15,6 +15,8 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 _PR_SET_PDEATHSIG = 1
+# How Python starts the process that removes the shared memory of those that did not come to it.
+_TRACKER = b"multiprocessing.resource_tracker"
 # Found before any fork: between fork and exec a child must not load or allocate more than it has to.
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -70,6 +72,18 @@ def say_status(status: int | None) -> str:
             return f"killed by {signal.Signals(number).name}"
         return f"killed by signal {number}"
     return f"exit code {os.waitstatus_to_exitcode(status)}"
+
+
+def tidies_up(process: Process) -> bool:
+    """Whether it does nothing but remove from shared memory what the others leave there, once they have ended.
+
+    It ends by itself then. Whoever ends it with them leaves their segments behind: those of an engine of several ranks
+    are hundreds of megabytes for each of its deaths.
+    """
+    try:
+        return _TRACKER in (_PROC / str(process.pid) / "cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def all_pids() -> set[int]:

@@ -24,7 +24,7 @@ from ..session.lifeline import Holder
 from .engine_log import EngineLog
 from .lifeline_watch import LifelineWatch, Watched
 from .process_watch import Death, TreeWatch
-from .processes import Process, dies_with_parent, read_child, say_status, send
+from .processes import Process, dies_with_parent, read_child, say_status, send, tidies_up
 from .supervise import (
     BecameHealthy,
     Died,
@@ -264,7 +264,8 @@ class Supervised:
             return  # it was told to end, and does
         for process in self.processes()[1:]:  # the root has no blocks, and knows how its children ended
             try:
-                send(process, signal.SIGKILL)
+                if not tidies_up(process):
+                    send(process, signal.SIGKILL)
             except OSError as error:
                 _LOG.warning("worker=%s pid=%d cannot be ended yet (%s)", self.worker, process.pid, error)
 

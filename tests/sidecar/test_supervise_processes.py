@@ -238,6 +238,40 @@ async def test_how_children_ended_is_known_for_their_parent_is_ended_after_them(
     watch.close()
 
 
+async def test_what_a_killed_tree_had_in_shared_memory_is_removed_by_who_is_there_for_that() -> None:
+    code = "import time\nfrom multiprocessing.shared_memory import SharedMemory\n"
+    code += "print(SharedMemory(create=True, size=1 << 20).name, flush=True)\ntime.sleep(60)\n"
+    popen = spawn(code)
+    assert popen.stdout is not None
+    segment = Path("/dev/shm") / popen.stdout.readline().decode().strip()
+    watch = TreeWatch(known(popen.pid), lambda death: None)
+    watch.start()
+    await until(lambda: len(watch.living()) == 2)
+    [tracker] = [process for process in watch.living() if process.pid != popen.pid]
+    assert segment.exists()
+    assert await watch.kill(0) == []
+    assert not segment.exists()
+    assert read_process(tracker.pid) is None
+    assert popen.wait() == -signal.SIGKILL
+    popen.communicate()
+    watch.close()
+
+
+async def test_one_that_tidies_up_and_does_not_end_is_ended() -> None:
+    word = "multiprocessing.resource_tracker"
+    popen = spawn(f"import time\n{word!r}\nprint(1, flush=True)\ntime.sleep(60)")
+    assert popen.stdout is not None
+    popen.stdout.readline()
+    watch = TreeWatch(known(popen.pid), lambda death: None)
+    watch.start()
+    began_s = time.monotonic()
+    assert await watch.kill(0) == []
+    assert time.monotonic() - began_s < 5
+    assert popen.wait() == -signal.SIGKILL
+    popen.communicate()
+    watch.close()
+
+
 async def test_a_root_that_starts_its_child_again_is_ended_all_the_same() -> None:
     inner = "import time; time.sleep(60)"
     popen = spawn(f"import subprocess, sys\nwhile True: subprocess.run([sys.executable, '-c', {inner!r}])")
