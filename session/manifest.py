@@ -29,7 +29,8 @@ class Manifest:
     `outputs` are the ids with which the session goes on: all whose predecessor has KV, so
     `kv_len == prompt_len + len(outputs) - 1`. `key` is the compatibility key, `fingerprint`
     (32 hex digits) that of the pool layout. Of an engine with several `ranks` a chunk has the parts of a block of all
-    of them, as of the `step` up to which all had committed.
+    of them, as of the `step` up to which all had committed. `recomputed`: some of the KV was not decoded, but computed
+    again from outputs that were told, so that what goes on from it may differ from the run that was interrupted.
     """
 
     session: SessionId
@@ -46,6 +47,7 @@ class Manifest:
     created_at: float
     ranks: int = 1
     step: int = 0
+    recomputed: bool = False
 
     def __post_init__(self) -> None:
         if self.prompt_len < 1 or not self.outputs or self.kv_len != self.prompt_len + len(self.outputs) - 1:
@@ -67,6 +69,8 @@ def encode(manifest: Manifest) -> bytes:
     if manifest.ranks == 1:
         # As it was before there were ranks: whoever knows none can read it.
         del body["ranks"], body["step"]
+    if not manifest.recomputed:
+        del body["recomputed"]
     body |= {"v": MANIFEST_VERSION, "key": dict(manifest.key)}
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     return _MAGIC + hashlib.blake2b(text, digest_size=_DIGEST_HEX // 2).hexdigest().encode() + b"\n" + text + b"\n"
@@ -88,6 +92,8 @@ def decode(stored: bytes) -> Manifest:
             raise CorruptError(f"manifest: not of version {MANIFEST_VERSION}; read it with the midstream that wrote it")
         _check_kinds(body)
         _check_ranks(body)
+        if body.get("recomputed", True) is not True:
+            raise ValueError(f"recomputed is {body['recomputed']!r:.40}")
         body |= {"session": session_id(body["session"]), "outputs": tuple(body["outputs"])}
         return Manifest(**body | {"chunks": tuple(body["chunks"])})
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -28,6 +28,7 @@ class Tier(StrEnum):
 
 
 RANKS_BEHIND = "its ranks had not committed the same step"
+COMPUTED_ELSEWHERE = "its snapshot is of KV that was computed again"
 KV_TIERS = frozenset({Tier.HELD, Tier.IN_PLACE, Tier.MEMORY, Tier.DISK, Tier.REPLICA})
 # What disk must cover beyond memory to be preferred: reading it takes longer than to decode so many tokens.
 DISK_AHEAD_TOKENS = 64
@@ -60,6 +61,9 @@ class Account:
     held_outputs: int | None = None
     kept_kv_len: int = 0
     replica_kv_len: int = 0
+    # What is stored, or elsewhere, was computed again by an owner of which nobody here knows.
+    stored_again: bool = False
+    replica_again: bool = False
     # The client has text of which nobody sees the ids.
     has_unseen: bool = False
     # Whoever replays the outputs finds the stop string that has ended them.
@@ -88,10 +92,14 @@ class Plan:
     expected: tuple[int, ...]
     finish: str = ""
     detail: str = ""
+    # Its KV is that of another run than the one that was interrupted.
+    of_another_run: bool = False
 
     @property
     def may_be_exact(self) -> bool:
         """Whether the interrupted run goes on if all goes well, or nobody has anything yet of the one that begins."""
+        if self.of_another_run:
+            return False
         if self.tier in KV_TIERS or (self.finish and self.outputs):
             return True
         return self.tier is Tier.NONE and not self.expected
@@ -248,10 +256,19 @@ def _from_copy(
     if not fitting or max(near, replica) < 1:
         return None
     if near < 1 or near + REPLICA_AHEAD_TOKENS < replica:
-        return Plan(_roomiest(fitting), Tier.REPLICA, cut[:replica], outputs)
+        return _of_snapshot(_roomiest(fitting), Tier.REPLICA, cut[:replica], outputs, again=account.replica_again)
     if kept >= 1 and kept + DISK_AHEAD_TOKENS >= stored:
         return Plan(_roomiest(fitting), Tier.MEMORY, cut[:kept], outputs)
-    return Plan(_roomiest(fitting), Tier.DISK, cut[:stored], outputs)
+    return _of_snapshot(_roomiest(fitting), Tier.DISK, cut[:stored], outputs, again=account.stored_again)
+
+
+def _of_snapshot(
+    candidate: Candidate, tier: Tier, cut: tuple[int, ...], outputs: tuple[int, ...], *, again: bool
+) -> Plan:
+    # One output has no KV of its own yet: what was computed again is the prompt's alone, as in any run.
+    again = again and len(cut) > 1
+    detail = COMPUTED_ELSEWHERE if again else ""
+    return Plan(candidate, tier, cut, outputs, detail=detail, of_another_run=again)
 
 
 def _covered(account: Account, cut: tuple[int, ...], kv_len: int) -> int:

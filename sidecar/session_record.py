@@ -188,7 +188,7 @@ def outcome_of(record: Record, slot: Slot | None, gap_s: float, *, sent: int | N
         outcome, loaded, again = Outcome.EXACT, 0, 0
     elif tier in KV_TIERS:
         if slot is not None and slot.load is LoadState.DONE:
-            outcome = Outcome.EXACT
+            outcome = Outcome.RECOMPUTED if chosen.of_another_run else Outcome.EXACT
         else:
             outcome, tier = Outcome.RECOMPUTED, Tier.JOURNAL
             detail = _why_not_restored(record.restore) or "the engine did not get its KV"

@@ -226,13 +226,15 @@ class Takeovers:
         stored = await self._kv.stored(record)
         if stored is None:
             return account
-        return replace(_known_by(record, account, stored), stored_kv_len=stored.kv_len)
+        known = _known_by(record, account, stored)
+        return replace(known, stored_kv_len=stored.kv_len, stored_again=stored.recomputed)
 
     async def _with_replica(self, record: Record, account: Account) -> Account:
         found = await self._kv.replicated(record)
         if found is None:
             return account
-        return replace(_known_by(record, account, found), replica_kv_len=found.kv_len)
+        known = _known_by(record, account, found)
+        return replace(known, replica_kv_len=found.kv_len, replica_again=found.recomputed)
 
     def _place(self, record: Record, chosen: Plan) -> Placement:
         worker = self._workers.get(chosen.candidate.worker)

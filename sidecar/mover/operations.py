@@ -249,4 +249,5 @@ async def _latest(store: SnapshotReader | None, session: SessionId) -> StoredRes
         latest.kv_len,
         len(latest.outputs),
         dict(latest.key),
+        latest.recomputed,
     )

@@ -31,6 +31,7 @@ from ..private_socket import private_socket
 from ..told_to_end import told_to_end
 from .counters import Counters
 from .device import Devices
+from .lineage import Lineage
 from .memory_saver import MemorySaver, SavePolicy
 from .memory_tier import MemoryTier
 from .operations import Operations
@@ -136,16 +137,16 @@ async def _serve(options: argparse.Namespace, listener: socket.socket, store: Di
     suspects = Suspects(suspects_beside(options.socket))
     holder = HolderClient(options.holder)
     sources = Sources(holder, Devices(fault.tell), suspects)
-    sums = Sums()
+    sums, lineage = Sums(), Lineage()
     snapshotter = None
     if store is not None:
         policy = Policy(options.snapshot_every_s, options.tail_every_tokens)
-        snapshotter = Snapshotter(sources, sums, counters, store, policy)
+        snapshotter = Snapshotter(sources, sums, counters, store, policy, lineage)
     tier = saver = None
     if options.memory_bytes:
         tier = MemoryTier(holder, options.memory_bytes)
     replica = _replicas(options)
-    restorer = Restorer(sources, sums, counters, store, tier, replica)
+    restorer = Restorer(sources, sums, counters, store, tier, replica, lineage)
     if tier is not None:
         saving = SavePolicy(options.memory_bytes_per_s, options.memory_tail_tokens)
         saver = MemorySaver(sources, sums, counters, tier, saving, restorer.way)

@@ -123,7 +123,7 @@ class StoredResult:
     """The stored snapshot that a restore of a session would use; `found` is False when there is none.
 
     `key` is its compatibility key, for where nobody knows any more which engine has written it; None of what is kept
-    in memory.
+    in memory. `recomputed` as in its manifest.
     """
 
     found: bool
@@ -133,6 +133,7 @@ class StoredResult:
     kv_len: int = 0
     outputs: int = 0
     key: dict[str, Any] | None = None
+    recomputed: bool = False
 
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode

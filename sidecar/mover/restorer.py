@@ -26,6 +26,7 @@ from .arrivals import Arrivals
 from .burst import Burst, CallTimes
 from .counters import Counters
 from .groups import Groups, Work
+from .lineage import Lineage
 from .matching import SessionKv, check_match
 from .memory_source import Offer, key_digest
 from .memory_tier import MemoryTier
@@ -80,8 +81,10 @@ class Restorer:
         store: SnapshotReader | None,
         tier: MemoryTier | None = None,
         replica: SnapshotReader | None = None,
+        lineage: Lineage | None = None,
     ) -> None:
         self._sources = sources
+        self._lineage = lineage if lineage is not None else Lineage()
         self._sums = sums
         self._counters = counters
         self._store = store
@@ -245,6 +248,9 @@ class Restorer:
         """Compare and copy, step by step; what is to be copied is looked up when it is this restore's turn."""
         from_reader = self._sources.reader(source[0])
         origin = Origin(from_reader, await self._sources.pool_of(from_reader), source[1])
+        old = from_reader.find(order.origin, source[1])
+        if old is not None and self._lineage.is_again(old):
+            self._lineage.note(order.session, order.to_generation)
         groups = self._groups.get(pool.memory)
         if groups is None:
             groups = self._groups[pool.memory] = Groups(pool.pace.together, pool.pace.at_once, self._called)
@@ -283,6 +289,8 @@ class Restorer:
         with self._tier.reading(order.origin) as offer:
             if offer is None:
                 raise MoverError(Reason.STORE, f"session {order.origin}: nothing of it is kept in memory")
+            if self._is_kept_again(order.origin, offer.chain.generation):
+                self._lineage.note(order.session, order.to_generation)
             wanted = to.wanted()
             # Of a key the digest is kept. The newest output has no KV yet, so nothing is kept of it either.
             count = min(len(to.outputs) - 1, len(offer.kv.outputs))
@@ -296,6 +304,13 @@ class Restorer:
             done = await self._by_steps(groups, offer, to, [kept.sum for kept in blocks], self._tier)
             self._tier.figures.restores += 1
             return done
+
+    def _is_kept_again(self, session: SessionId, generation: int) -> bool:
+        """Whether what memory has of an owner was computed again; of one whose arena is gone that is forgotten."""
+        records = (reader.find(session, generation) for reader in self._sources.readers())
+        return self._lineage.descends(session, generation) or any(
+            slot is not None and self._lineage.is_again(slot) for slot in records
+        )
 
     async def _by_steps(
         self, groups: Groups, offer: Offer, to: Destination, sums: list[int], tier: MemoryTier
@@ -326,6 +341,8 @@ class Restorer:
         manifest = await asyncio.to_thread(store.latest, order.origin)
         if manifest is None:
             raise MoverError(Reason.STORE, f"session {order.origin}: no snapshot of it is stored")
+        if manifest.recomputed:
+            self._lineage.note(order.session, order.to_generation)
         check_match(replace(_stored(manifest), session=order.session), to.wanted())
         done = Copied(0, 0, 0)
         step = max(1, STORE_STEP_BYTES // manifest.block_bytes)

@@ -24,6 +24,7 @@ from ...session.store import Draft, Store
 from . import coverage
 from .counters import Counters
 from .coverage import Covered
+from .lineage import Lineage
 from .pools import BlockDamaged, Pool
 from .protocol import MoverError, Reason, SnapshotResult
 from .sources import Sources, key_of
@@ -69,8 +70,10 @@ class Snapshotter:
         counters: Counters,
         store: Store,
         policy: Policy,
+        lineage: Lineage | None = None,
     ) -> None:
         self._sources = sources
+        self._lineage = lineage if lineage is not None else Lineage()
         self._sums = sums
         self._counters = counters
         self._store = store
@@ -208,7 +211,7 @@ class Snapshotter:
                     )
                     coverage.check_unchanged(reader, covered)
                     self._sources.check_untouched(path)
-                    manifest = _manifest(reader, pool, covered, names)
+                    manifest = _manifest(reader, pool, covered, names, recomputed=self._lineage.is_again(covered.slot))
                     await asyncio.to_thread(draft.publish, manifest)
             except StoreError as error:
                 # What was stored before may be what is missing: the next snapshot writes all of it.
@@ -310,7 +313,7 @@ def _put_all(draft: Draft, writers: ThreadPoolExecutor, raws: Iterator[bytes]) -
     return names
 
 
-def _manifest(reader: ArenaReader, pool: Pool, covered: Covered, names: list[str]) -> Manifest:
+def _manifest(reader: ArenaReader, pool: Pool, covered: Covered, names: list[str], *, recomputed: bool) -> Manifest:
     slot = covered.slot
     return Manifest(
         session=slot.session,
@@ -328,4 +331,5 @@ def _manifest(reader: ArenaReader, pool: Pool, covered: Covered, names: list[str
         created_at=time.time(),
         ranks=pool.rank_count,
         step=covered.step,
+        recomputed=recomputed,
     )

@@ -116,6 +116,10 @@ class Sources:
         self._unmap_unused()
         return arena is not None
 
+    def readers(self) -> list[ArenaReader]:
+        """All arenas that are open."""
+        return [arena.reader for arena in self._arenas.values()]
+
     @property
     def arena_count(self) -> int:
         """How many arenas are open."""

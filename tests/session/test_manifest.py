@@ -43,7 +43,23 @@ def test_one_of_several_ranks_says_how_many_and_of_which_step_and_one_of_a_singl
         replace(MANIFEST, step=77)
 
 
-@pytest.mark.parametrize("told", [{"ranks": 1, "step": 0}, {"ranks": 2}, {"step": 3}, {"ranks": "2", "step": 3}])
+def test_kv_that_was_computed_again_is_told_and_other_kv_is_written_as_ever() -> None:
+    again = replace(MANIFEST, recomputed=True)
+    assert decode(encode(again)) == again
+    assert b"recomputed" not in encode(MANIFEST)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"recomputed": False},
+        {"recomputed": 1},
+        {"ranks": 1, "step": 0},
+        {"ranks": 2},
+        {"step": 3},
+        {"ranks": "2", "step": 3},
+    ],
+)
 def test_ranks_that_are_told_otherwise_are_not_believed(told: dict[str, Any]) -> None:
     body = json.loads(encode(MANIFEST).split(b"\n")[1]) | told
     text = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()

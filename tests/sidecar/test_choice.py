@@ -7,7 +7,16 @@ from hypothesis import strategies as st
 
 from midstream.session.key import REQUIRED, CompatibilityKey
 from midstream.session.marker import KvSource
-from midstream.sidecar.choice import Account, Candidate, Plan, Tier, known_outputs, plan
+from midstream.sidecar.choice import (
+    COMPUTED_ELSEWHERE,
+    Account,
+    Candidate,
+    Plan,
+    Tier,
+    exactly,
+    known_outputs,
+    plan,
+)
 
 KV_TIERS = (Tier.HELD, Tier.IN_PLACE, Tier.MEMORY, Tier.DISK, Tier.REPLICA)
 
@@ -113,6 +122,20 @@ def test_what_is_elsewhere_is_used_where_nothing_is_here_or_it_goes_very_much_fu
     fallen = plan(account(held_kv=False, replica_kv_len=7), [candidate()], tiers=without)
     assert fallen is not None
     assert fallen.tier is Tier.JOURNAL
+
+
+def test_a_snapshot_of_kv_that_was_computed_again_goes_on_but_is_never_called_exact() -> None:
+    known = account(held_kv=False, replica_kv_len=7, replica_again=True)
+    found = chosen(known, candidate())
+    assert (found.tier, found.outputs) == (Tier.REPLICA, (1, 2, 3))
+    assert not found.may_be_exact
+    assert found.detail == COMPUTED_ELSEWHERE
+    assert exactly(found, known, [candidate()]) is None
+    assert not chosen(account(held_kv=False, stored_kv_len=7, stored_again=True), candidate()).may_be_exact
+    # Of one output nothing was computed again but the prompt, as in any run.
+    assert chosen(account(held_kv=False, replica_kv_len=5, replica_again=True), candidate()).may_be_exact
+    # It is that snapshot's KV, and not another one's.
+    assert chosen(account(held_kv=False, stored_kv_len=7, replica_again=True), candidate()).may_be_exact
 
 
 def test_another_key_gets_no_kv_and_the_differing_field_is_named() -> None:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from midstream.session.arena import LoadState
+from midstream.session.arena import ArenaReader, LoadState
 from midstream.session.errors import StoreError
 from midstream.session.ids import SessionId
 from midstream.session.manifest import Manifest
@@ -21,6 +21,7 @@ from midstream.sidecar.mover.counters import Counters
 from midstream.sidecar.mover.device import Devices
 from midstream.sidecar.mover.device_calls import Faults
 from midstream.sidecar.mover.host_pool import HostPool
+from midstream.sidecar.mover.lineage import Lineage
 from midstream.sidecar.mover.orders import Order
 from midstream.sidecar.mover.pools import Copied, Copies, Pool
 from midstream.sidecar.mover.protocol import MoverError, Reason
@@ -95,7 +96,8 @@ class Bench:
         self.store = SlowStore(manifest, b"\7" * layout.block_bytes)
         self.counters = Counters()
         sources = Sources(holder, Devices(pytest.fail), Suspects(folder / "suspects"))
-        self.restorer = Restorer(sources, Sums(), self.counters, self.store)
+        self.lineage = Lineage()
+        self.restorer = Restorer(sources, Sums(), self.counters, self.store, lineage=self.lineage)
         self.slot = self.worker.wait(SESSION, PROMPT, OUTPUTS, [5, 6])
 
     def order(self, deadline_s: float = 10.0) -> Order:
@@ -117,6 +119,23 @@ def bench(processes: Processes, tmp_path: Path) -> Iterator[Bench]:
     bench = Bench(tmp_path, processes)
     yield bench
     bench.worker.close()
+
+
+async def test_what_is_restored_from_kv_that_was_computed_again_descends_from_it(bench: Bench) -> None:
+    bench.store.let_go.set()
+    bench.store.manifest = replace(bench.store.manifest, recomputed=True)
+    assert not bench.lineage.descends(SESSION, 2)
+    assert (await bench.restorer.restore(bench.order())).ok
+    assert bench.lineage.descends(SESSION, 2)
+    found = ArenaReader(bench.worker.arena).find(SESSION, 2)
+    assert found is not None
+    assert bench.lineage.is_again(found)
+
+
+async def test_what_is_restored_from_other_kv_does_not(bench: Bench) -> None:
+    bench.store.let_go.set()
+    assert (await bench.restorer.restore(bench.order())).ok
+    assert not bench.lineage.descends(SESSION, 2)
 
 
 async def test_a_cancelled_restore_answers_only_when_nothing_writes_any_more(bench: Bench) -> None:
