@@ -8,7 +8,7 @@ not its sidecar's death.
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
@@ -25,7 +25,7 @@ from .network import CLOSED, End, Network
 from .truth import Question, text, token
 
 LOAD_TIMEOUT_S = 1.0
-_NO_HASH = "0" * 32
+_FORGOTTEN_S = 5.0
 
 
 class SilentlyWrong(AssertionError):
@@ -78,7 +78,7 @@ class Run:
     deadline_s: float = 0.0
     brought: "Kv | None" = None
     sequence: int = 1
-    waits: list[Callable[[], None]] = field(default_factory=list)
+    is_left: bool = False
 
     def slot(self) -> Slot:
         """Its record as readers see it."""
@@ -167,6 +167,11 @@ class SimEngine:
         self._index = 0
         network.listen(address, process, host, self._accept)
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process is."""
+        return self._process.is_alive
+
     def _accept(self, end: End) -> None:
         end.heard = lambda message: self._heard(end, message)
 
@@ -177,8 +182,9 @@ class SimEngine:
             except SilentlyWrong as error:
                 self._on_defect(error)
         elif message is CLOSED:
-            for run in [run for run in self.runs if run.end is end]:
-                self._over(run, "abort")
+            # An engine that hangs does not even hear that.
+            for run in self.runs:
+                run.is_left = run.is_left or run.end is end
 
     def _begin(self, end: End, ask: Ask) -> None:
         body = msgspec.json.decode(ask.body)
@@ -233,6 +239,8 @@ class SimEngine:
             return
         if not self.is_hung and not self._process.is_stopped:
             decoding = 0
+            for run in [run for run in self.runs if run.is_left]:
+                self._over(run, "abort")
             for run in list(self.runs):
                 if decoding >= self._runs_max:
                     break
@@ -277,6 +285,13 @@ class SimEngine:
         run.phase, run.state, run.finish = Phase.OVER, SlotState.FINISHED, finish
         run.sequence += 1
         self.runs.remove(run)
+        # Its record is there for a while, until another session takes its place.
+        self._network.loop.call_later(_FORGOTTEN_S, self._forget, run, context=WORLD)
+
+    def _forget(self, run: Run) -> None:
+        key = run.marker.session, run.marker.generation
+        if self.arena.runs.get(key) is run:
+            del self.arena.runs[key]
 
     def _say(self, run: Run, first: int, finish: str) -> None:
         if run.is_streamed:

@@ -270,6 +270,9 @@ class _Transport:
     def abort(self) -> None:
         self._sink.abort()
 
+    def get_extra_info(self, name: str, default: object = None) -> object:
+        return default
+
 
 class _Writer:
     """As much of a payload writer as aiohttp's responses use."""

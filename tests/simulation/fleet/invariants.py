@@ -106,7 +106,7 @@ def _node_is_sound(node: "SimNode") -> None:
     running: dict[str, int] = {}
     for engine in node.engines():
         for run in engine.runs:
-            if not run.end.peer.is_closed:
+            if not run.is_left:
                 running[run.marker.session] = running.get(run.marker.session, 0) + 1
     for session, count in running.items():
         record = coordinator._records.get(SessionId(session))

@@ -14,6 +14,7 @@ from typing import Any
 from midstream.session.errors import Refused
 from midstream.session.ids import SessionId
 from midstream.session.records import LoadState
+from midstream.sidecar.mover.lineage import Lineage
 from midstream.sidecar.mover.protocol import (
     MoverError,
     Reason,
@@ -65,6 +66,7 @@ class SimMover:
         # What other nodes have brought into the memory of this one; and those nodes' memories.
         self._own = own
         self._peers = peers
+        self._lineage = Lineage()
         self._backlogs = {store.name: Backlog() for store in elsewhere}
         self.disturbed = 0
 
@@ -149,7 +151,9 @@ class SimMover:
             kv = run.kv()
             known = self._disk.latest(session)
             if kv is not None and (known is None or known.rank < (generation, kv.kv_len)):
-                self._disk.put(Snapshot(session, generation, kv, self._key_of(path), now_s))
+                recomputed = self._lineage.is_again(run.slot())
+                made = Snapshot(session, generation, kv, self._key_of(path), now_s, recomputed=recomputed)
+                self._disk.put(made)
 
     async def bring(self) -> None:
         """Bring what is missing elsewhere, the most urgent first, within the network's share. Until cancelled."""
@@ -216,6 +220,8 @@ class SimMover:
             snapshot = None if self._disk is None else self._disk.latest(session)
         if snapshot is None:
             raise MoverError(Reason.STORE, "nothing is stored of it")
+        if snapshot.recomputed:
+            self._lineage.note(session, run.marker.generation)
         return _cut(snapshot.kv, run)
 
     def _of_pool(self, session: SessionId, run: Run, path: Path, generation: int) -> Kv:
@@ -226,6 +232,8 @@ class SimMover:
         kv = None if old is None else old.kv()
         if kv is None:
             raise MoverError(Reason.SESSION, "it is not there")
+        if old is not None and self._lineage.is_again(old.slot()):
+            self._lineage.note(session, run.marker.generation)
         return _cut(kv, run)
 
     async def _best_elsewhere(self, session: SessionId) -> Snapshot | None:

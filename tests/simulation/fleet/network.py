@@ -37,8 +37,8 @@ class End:
         self.on_room: Callable[[], None] = lambda: None
         self.peer: End = self
         self._network = network
-        self._arrives_s = 0.0
-        self._held: deque[Any] = deque()
+        # When each may arrive, and what it is.
+        self._line: deque[tuple[float, Any]] = deque()
         self.under_way = 0
 
     def send(self, message: Any) -> bool:
@@ -63,27 +63,32 @@ class End:
     def _post(self, message: Any) -> None:
         self.under_way += 1
         network = self._network
-        if self._held or network.is_cut(self.host, self.peer.host):
-            self._held.append(message)
+        latency_s = network.latency_s(self.host, self.peer.host)
+        self._line.append((network.loop.now_s + latency_s, message))
+        if len(self._line) == 1:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """What is first in line arrives at its time, and what is behind it not before."""
+        network = self._network
+        if network.is_cut(self.host, self.peer.host):
             network.holding.setdefault((self.host, self.peer.host), {})[self] = None
-            return
-        at_s = max(self._arrives_s, network.loop.now_s + network.latency_s(self.host, self.peer.host))
-        self._arrives_s = at_s
-        network.loop.call_at(at_s, self._arrive, message, context=WORLD)
+        else:
+            network.loop.call_at(max(self._line[0][0], network.loop.now_s), self._arrive, context=WORLD)
 
     def flow_again(self) -> None:
         """The link is whole again."""
-        held, self._held = self._held, deque()
-        self.under_way -= len(held)
-        for message in held:
-            self._post(message)
+        if self._line:
+            self._go_on()
 
-    def _arrive(self, message: Any) -> None:
+    def _arrive(self) -> None:
         network, peer = self._network, self.peer
         if network.is_cut(self.host, peer.host):
-            self._held.append(message)
-            network.holding.setdefault((self.host, peer.host), {})[self] = None
+            self._go_on()
             return
+        _, message = self._line.popleft()
+        if self._line:
+            self._go_on()
         self.under_way -= 1
         if self.under_way < WINDOW:
             self.on_room()

@@ -208,8 +208,9 @@ class SimNode:
             engine.is_hung = False
 
     def engines(self) -> list[SimEngine]:
-        """Those of the present life."""
-        return [machine.engine for machine in self._machines if machine.engine is not None]
+        """Those that live."""
+        engines = (machine.engine for machine in self._machines)
+        return [engine for engine in engines if engine is not None and engine.is_alive]
 
     def drain(self, *, drains: bool) -> None:
         """No new sessions, and those that it has may leave; or a drain that is cancelled."""
@@ -273,9 +274,8 @@ class SimNode:
             return None
         arena, machine, _ = found
         engine = machine.engine
-        is_its = engine is not None and engine.arena is arena and machine.process is not None
-        alive = is_its and machine.process is not None and machine.process.is_alive
-        return arena, engine if alive else None, True
+        is_there = engine is not None and engine.arena is arena and engine.is_alive
+        return arena, engine if is_there else None, True
 
     async def _observe(self) -> None:
         """The mover looks at all arenas again and again."""

@@ -26,6 +26,7 @@ class Snapshot:
     key: dict[str, str]
     created_at: float
     finished: bool = False
+    recomputed: bool = False
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -38,7 +39,7 @@ class Snapshot:
     def told(self) -> StoredResult:
         return StoredResult(
             True, self.generation, self.kv.prompt_len, f"{self.kv.question + 1:032x}", self.kv.kv_len,
-            len(self.kv.outputs), self.key,
+            len(self.kv.outputs), self.key, self.recomputed,
         )  # fmt: skip
 
 
