@@ -149,10 +149,11 @@ def about(folder: Path, _: Sequence[str]) -> None:
 def train(folder: Path, words: Sequence[str]) -> None:
     """Losses of a loop that is parked in its midst, beside one that nobody disturbs."""
     steps = int(words[0])
-    with target("train", str(steps)) as alone:
+    with target("train", str(steps), "0") as alone:
         wanted = [alone.line() for _ in range(steps)]
-    with target("train", str(steps)) as disturbed:
-        got = [disturbed.line() for _ in range(steps // 3)]
+    # Slow enough that it is in its midst when the command has come up.
+    with target("train", str(steps), "0.05") as disturbed:
+        got = [disturbed.line() for _ in range(steps // 10)]
         there = required(park(folder, disturbed.pid))
         back = required(unpark(folder, disturbed.pid))
         got += [disturbed.line() for _ in range(steps - len(got))]

@@ -14,7 +14,6 @@ import time
 from typing import Any
 
 CHUNK_BYTES = 1 << 30
-STEP_S = 0.005
 DRAWN = 4
 
 
@@ -22,7 +21,7 @@ def _say(**told: Any) -> None:
     print(json.dumps(told), flush=True)
 
 
-def train(steps: int, pause_s: float = STEP_S) -> None:
+def train(steps: int, pause_s: float) -> None:
     """So many steps; the same each time they are run."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
@@ -147,7 +146,7 @@ if __name__ == "__main__":
     kind, *arguments = sys.argv[1:]
     match kind:
         case "train":
-            train(int(arguments[0]))
+            train(int(arguments[0]), float(arguments[1]))
         case "image":
             image(int(arguments[0]))
         case "pool":

@@ -42,7 +42,7 @@ def test_the_bindings_have_every_call() -> None:
 
 
 def test_a_training_loop_goes_on_as_if_it_had_not_been_parked() -> None:
-    met("train", "60")
+    met("train", "150")
 
 
 def test_memory_a_captured_graph_and_a_generator_come_back_as_they_were() -> None:
