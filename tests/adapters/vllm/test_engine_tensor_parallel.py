@@ -6,6 +6,7 @@ What is marked `apart` runs by `make test-tp`: three ways in which KV comes back
 import asyncio
 import os
 import random
+import re
 import signal
 import statistics
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 
 from midstream.loadtest.client import Answer
@@ -98,6 +100,12 @@ class Group:
         fd, meta = holder.get(worker["pools"][rank])
         os.close(fd)
         os.kill(int(meta["owner"]["pid"]), signal.SIGKILL)
+
+    def shared_memory(self, worker: dict[str, Any]) -> list[Path]:
+        """What the processes of a worker have mapped of it."""
+        root = psutil.Process(worker["pid"])
+        maps = [Path(f"/proc/{p.pid}/maps").read_text() for p in (root, *root.children(recursive=True))]
+        return [Path(name) for name in sorted(set(re.findall(r"/dev/shm/psm_\w+", "".join(maps))))]
 
     def let_lag(self, worker: dict[str, Any], rank: int) -> None:
         """Have a rank of a worker lag in one of its next steps, and die in the one after that."""
@@ -219,12 +227,20 @@ async def test_a_rank_that_is_killed_at_any_moment_takes_nothing_with_it(
     moment, rank = chance.uniform(0.0, 0.2), chance.randrange(RANKS)
     record_property("moment", (moment, rank))
 
+    left: list[Path] = []
+
     async def kill(sessions: Sequence[str]) -> None:
+        worker = await group.worker_of(http, sessions[0])
+        left.extend(group.shared_memory(worker))
         await asyncio.sleep(moment)
-        group.kill_rank(await group.worker_of(http, sessions[0]), rank)
+        group.kill_rank(worker, rank)
 
     got, outcomes = await disturbed(group, http, CASES, 20, kill)
     came_to = check(group, CASES, wanted, got, outcomes)
+    # What the ranks had in common has gone with them: a machine that sees many deaths would run out of it.
+    await group.rig.ready(http)
+    assert left
+    assert not [path for path in left if path.exists()]
     if group.tier == "held":
         # The executor reads the replies of all ranks: what was journaled they have all done.
         assert {o["lag"] for o in came_to} == {0}, came_to
