@@ -1,6 +1,7 @@
 """What a card's events and readings come to: when it is to be left, and that each reason is told once."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -117,3 +118,22 @@ def test_a_card_that_is_idle_or_has_nobody_waiting_does_not_hang(busy: int | Non
     for now_s in (0.0, 100.0, 1000.0):
         card, found = worked(card, sessions, 7, now_s, 30.0)
         assert found == ()
+
+
+def test_the_page_on_cards_has_every_xid_with_its_verdict() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "card.md").read_text()
+    table = page[page.index("## Xids") : page.index("## Figures")]
+    found: dict[int, str] = {}
+    for line in table.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 3 and cells[0][:1].isdigit():
+            for part in cells[0].split(", "):
+                first, _, last = part.partition(" to ")
+                found |= dict.fromkeys(range(int(first), int(last or first) + 1), cells[2])
+    assert set(found) == set(TABLE)
+    for code, says in found.items():
+        xid = TABLE[code]
+        word = {Verdict.MOVE: "move", Verdict.WATCH: "watch", Verdict.IGNORE: "counted"}[xid.verdict]
+        assert says.startswith(word) or (code == 154 and says.startswith("read at once")), code
+        assert xid.is_suspect == ("suspect" in says), code
+        assert xid.is_of_links == ("several cards" in says), code
