@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from ...proxy.coordinator import Outcome, Placement, Reason, SessionFacts
@@ -106,6 +107,16 @@ class GatewayCoordinator:
         self._idle.clear()
         return self._placed(session, node, stay, ())
 
+    def adopted(self, facts: SessionFacts, node_id: str, generation: int) -> Placement:
+        """A session of a gateway that is no more, at the node that has it. Raises Refused."""
+        node = self.nodes.get(node_id)
+        if node is None or node.record is None:
+            raise self._nobody(facts)
+        stay = Stay(node.id, generation, node.keys)
+        self._sessions[facts.session] = session = Session(facts, [stay], time.monotonic())
+        self._idle.clear()
+        return replace(self._placed(session, node, stay, ()), adopts=True)
+
     async def take_in(self, facts: SessionFacts, outputs: tuple[int, ...], *, unseen: bool = False) -> Placement:
         """Gateways are no nodes."""
         raise Refused("not_a_node", "a gateway takes no sessions of other gateways in; send it to a node")
@@ -123,7 +134,7 @@ class GatewayCoordinator:
         session = self._sessions[facts.session]
         await self._stop_asking(facts.session)
         self._leave(session, reason, len(delivered))
-        outputs = self._outputs(session, reason, delivered)
+        outputs = _outputs(session, delivered)
         node = self._move_target(session) or await self._next(session)
         generation = session.stay.generation + 1
         if generation > GENERATIONS_OF_A_GATEWAY:
@@ -248,12 +259,6 @@ class GatewayCoordinator:
         )
         return session.placement
 
-    def _outputs(self, session: Session, reason: Reason, delivered: Sequence[int]) -> tuple[int, ...]:
-        """What the next node re-enters: what the client has, or what its last one had written when it was saved."""
-        if reason is not Reason.MOVE or session.move is None:
-            return tuple(delivered)
-        return known_outputs(session.move.outputs, delivered) or tuple(delivered)
-
     def _move_target(self, session: Session) -> Node | None:
         """Where a planned move is to go, if it is still to be had; should it fail, it is known who has everything."""
         move = session.move
@@ -363,6 +368,16 @@ class GatewayCoordinator:
         wanted = f" for model {_model(facts)!r}" if facts is not None and any(n.is_ready for n in nodes) else ""
         text = f"no node takes the request{wanted} now ({states}); try again, or look at the gateway's /readyz"
         return Refused("no_node", text, retry_after_s=RETRY_AFTER_S)
+
+
+def _outputs(session: Session, delivered: Sequence[int]) -> tuple[int, ...]:
+    """What the next node re-enters: what the client has, or what its last one had written when it was saved.
+
+    As long as the move is not over the client got nothing after that.
+    """
+    if session.move is None:
+        return tuple(delivered)
+    return known_outputs(session.move.outputs, delivered) or tuple(delivered)
 
 
 def _model(facts: SessionFacts) -> str:

@@ -20,6 +20,7 @@ from ..listening import listen
 from ..metrics import Metrics
 from ..proxy_settings import proxy_settings
 from ..state_dir import reachable_url
+from .adoption import Adoption
 from .coordinator import GatewayCoordinator
 from .moves import MoveSettings
 from .node_watch import NodeWatch
@@ -80,6 +81,9 @@ class _Gateway:
             # Without its nodes' news a gateway is blind: whoever supervises it starts another one.
             following.add_done_callback(self._blind)
             is_stale = (lambda: watch.is_stale) if isinstance(watch, PictureWatch) else (lambda: False)
+            adoption = None
+            if standing is not None and streams is not None:
+                adoption = await stack.enter_async_context(Adoption(standing, streams, self._coordinator))
             app = build_app(
                 self._coordinator,
                 proxy_settings(self._settings, None),
@@ -88,6 +92,7 @@ class _Gateway:
                 # Only streams that are kept could be another's.
                 permits=standing if streams is not None else None,
                 prover=self._prover,
+                adopts=adoption,
             )
             app.on_response_prepare.append(api.counting(self._metrics))
             runner = make_runner(app)

@@ -1,12 +1,15 @@
 """Streams without token ids through a gateway: what its client has is known by its text alone."""
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 
 from midstream.proxy.settings import ProxySettings
 from midstream.proxy.stall import StallPolicy
+from midstream.session.errors import Refused
+from midstream.session.marker import KvSource
 from support.event_answers import RICH, messages_events, responses_events
 from support.proxying import Got
 from support.scripted import Fate, Script
@@ -36,9 +39,24 @@ def texts(raw: bytes) -> list[str]:
     return found
 
 
-def undisturbed(path: str) -> str:
+def said(raw: bytes) -> str:
+    """The same of what may come in larger pieces than it was written in."""
+    found = ""
+    for line in raw.split(b"\n"):
+        event = json.loads(line[5:]) if line.startswith(b"data:") and b"delta" in line else {}
+        delta = event.get("delta", "")
+        pieces = [delta] if isinstance(delta, str) else [delta.get(k, "") for k in ("text", "thinking", "partial_json")]
+        found += "".join(pieces)
+    return found
+
+
+def undisturbed_raw(path: str) -> bytes:
     told = messages_events(RICH, "a") if path == MESSAGES else responses_events(RICH, "a", seed_time=1700000097)
-    return "".join(texts(b"".join(event.raw for event in told)))
+    return b"".join(event.raw for event in told)
+
+
+def undisturbed(path: str) -> str:
+    return "".join(texts(undisturbed_raw(path)))
 
 
 def trailer(got: Got) -> str:
@@ -63,6 +81,48 @@ async def test_a_lost_node_costs_such_a_stream_a_pause_and_is_never_called_exact
         [(_, facts, outputs, unseen)] = other.coordinator.of("take_in")
         assert (outputs, unseen, facts.path) == ((), True, path)
         assert other.coordinator.engines[0].seen[0].body["kv_transfer_params"]["midstream"]["generation"] == 4097
+
+
+@both
+async def test_a_planned_move_takes_such_a_stream_along_exactly_for_its_node_knows_the_tokens(path: str) -> None:
+    a, b = (Node(name, EventEngine(RICH, Script(gap_s=0.05), name=name)) for name in "ab")
+    a.coordinator.first_kv = b.coordinator.first_kv = KvSource.DISK
+    async with storeys(a, b) as fleet:
+        asking = asyncio.create_task(
+            fleet.client.post(path, ASKED[path], X_Midstream_Report="1", X_Midstream_Policy="exact")
+        )
+        await fleet.until(lambda: any(len(j) >= 3 for n in (a, b) for j in n.coordinator.engines[0].journals.values()))
+        source = fleet.nodes[fleet.serving[0]]
+        other = b if source is a else a
+        source.coordinator.draining = True
+        got = await asking
+        assert got.status == 200
+        assert said(got.raw) == said(undisturbed_raw(path)) != ""
+        assert trailer(got) == ": midstream outcome=exact takeovers=1"
+        [(_, _, outputs, unseen)] = other.coordinator.of("take_in")
+        assert not unseen
+        assert outputs == other.coordinator.engines[0].answer.ids[: len(outputs)]
+        assert len(outputs) >= 3
+
+
+@both
+async def test_a_planned_move_that_fails_brings_such_a_stream_back_as_exactly(path: str) -> None:
+    a, b = (Node(name, EventEngine(RICH, Script(gap_s=0.05), name=name)) for name in "ab")
+    a.coordinator.first_kv = b.coordinator.first_kv = KvSource.DISK
+    async with storeys(a, b) as fleet:
+        asking = asyncio.create_task(
+            fleet.client.post(path, ASKED[path], X_Midstream_Report="1", X_Midstream_Policy="exact")
+        )
+        await fleet.until(lambda: any(len(j) >= 3 for n in (a, b) for j in n.coordinator.engines[0].journals.values()))
+        source = fleet.nodes[fleet.serving[0]]
+        other = b if source is a else a
+        other.coordinator.refusal = Refused("draining", "it drains, too", retry_after_s=1)
+        source.coordinator.draining = True
+        await fleet.until(lambda: bool(source.coordinator.of("take_in")))
+        source.coordinator.draining = False
+        got = await asking
+        assert said(got.raw) == said(undisturbed_raw(path)) != ""
+        assert trailer(got) == ": midstream outcome=exact takeovers=1"
 
 
 @both

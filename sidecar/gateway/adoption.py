@@ -1,0 +1,140 @@
+"""Finds streams whose gateway is no more at the nodes that keep them, and claims their sessions.
+
+Owns the search and the claim. Invariants: nobody goes on with a stream whose gateway is not known to be over, nor with
+one that another gateway has claimed; a stream is asked for by its digest, so who has its name alone gets nothing; each
+node is asked once, for a bounded time, and a service that is silent is a refusal and no guess. How a stream is made
+again of what its node kept is the proxy's (`proxy/orphans.py`).
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from ...proxy.coordinator import Placement, SessionFacts
+from ...proxy.event_ids import prefix_of
+from ...proxy.orphans import LOOK, KeptPart, Orphan, code_of_this, part_from
+from ...proxy.reattach_elsewhere import SENT_ON, STREAMS_PATH
+from ...session.errors import MidstreamError, Refused
+from ...session.ids import Generation
+from ..fleet.coordination import ClaimAnswer, Verdict
+from ..fleet.record import MemberId, lease_s_of
+from ..fleet_standing import Standing
+from ..fleet_streams import FleetStreams, prefix_of_member
+from .answers import bounded_text
+from .coordinator import GatewayCoordinator
+from .nodes import Node
+
+_LOG = logging.getLogger("midstream.gateway")
+
+ANSWER_S = 2.0
+_ANSWER_BYTES_MAX = 16 << 10
+# Nodes of a search that are asked at the same time, and searches: all clients of a gateway come back at once.
+_AT_ONCE = 8
+_SEARCHES_AT_ONCE = 16
+# The first owner's claim, if it ever had one, is of a lower one.
+_HEIRS = Generation(2)
+
+
+class Adoption:
+    """Of one gateway. Use as a context."""
+
+    def __init__(self, standing: Standing, streams: FleetStreams, coordinator: GatewayCoordinator) -> None:
+        self._standing = standing
+        self._streams = streams
+        self._coordinator = coordinator
+        self._searches = asyncio.Semaphore(_SEARCHES_AT_ONCE)
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> "Adoption":
+        connector = aiohttp.TCPConnector(limit=_AT_ONCE * _SEARCHES_AT_ONCE, ssl=self._streams.tls or True)
+        timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+        self._http = aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+    # ---- asked by the proxy
+
+    async def adopt(self, token: str, digest: str) -> Orphan | str | None:
+        """The stream, which is this gateway's from now on; where it is, if another has taken it up; None: nowhere."""
+        async with self._searches:
+            found = await self._found(token)
+        if found is None:
+            return None
+        node, part = found
+        if part.origin.digest != digest or part.origin.code != code_of_this() or part.origin.token != token:
+            return None
+        owner = _member(part.origin.owner)
+        if owner is None or prefix_of_member(owner) != prefix_of(token):
+            return None
+        answer = await self._claimed(part, owner)
+        if answer.verdict is Verdict.WON:
+            _LOG.info("event=adopted session=%s node=%s former=%s", part.session, node, owner)
+            return Orphan(part.origin, part.session, part.generation, part.seed, node)
+        if answer.verdict is Verdict.TAKEN and answer.holder is not None:
+            url = await self._streams.base_url_of(prefix_of_member(answer.holder.owner))
+            if url is not None:
+                return url
+        raise Refused("stream_out_of_reach", f"{owner} may have the stream still; ask again", retry_after_s=2)
+
+    def place(self, facts: SessionFacts, orphan: Orphan) -> Placement:
+        """At the node that has it."""
+        return self._coordinator.adopted(facts, orphan.node, orphan.generation)
+
+    # ---- the search and the claim
+
+    async def _found(self, token: str) -> tuple[str, KeptPart] | None:
+        nodes = [node for node in self._coordinator.nodes.all() if node.record is not None]
+        for index in range(0, len(nodes), _AT_ONCE):
+            answers = await asyncio.gather(*(self._ask(node, token) for node in nodes[index : index + _AT_ONCE]))
+            found = _newest(answer for answer in answers if answer is not None)
+            if found is not None:
+                return found
+        return None
+
+    async def _ask(self, node: Node, token: str) -> tuple[str, KeptPart] | None:
+        assert self._http is not None, "use it as a context"
+        path = STREAMS_PATH + token
+        url = URL(node.url + path, encoded=True)
+        sent = {SENT_ON: self._streams.vouch("GET", url.raw_path_qs, b""), LOOK: "1"}
+        try:
+            async with self._http.get(url, headers=sent) as answer:
+                text = await bounded_text(answer, _ANSWER_BYTES_MAX)
+                return (node.id, part_from(msgspec.json.decode(text))) if answer.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, msgspec.DecodeError) as error:
+            _LOG.info("event=not_asked node=%s error=%s", node.id, error or "it does not answer")
+            return None
+
+    async def _claimed(self, part: KeptPart, owner: MemberId) -> ClaimAnswer:
+        membership = self._standing.membership
+        if membership is None:
+            raise Refused(
+                "stream_out_of_reach", "this gateway has no place in its fleet yet; ask again", retry_after_s=2
+            )
+        try:
+            return await membership.claim(part.session, _HEIRS, owner)
+        except MidstreamError as error:
+            raise Refused(
+                "stream_out_of_reach",
+                f"who has the stream cannot be found out now ({error}); ask again",
+                retry_after_s=2,
+            ) from error
+
+
+def _newest(answers: Iterable[tuple[str, KeptPart]]) -> tuple[str, KeptPart] | None:
+    """Of several nodes that keep parts of a stream the one that had it last."""
+    return max(answers, key=lambda answer: answer[1].generation, default=None)
+
+
+def _member(text: str) -> MemberId | None:
+    try:
+        lease_s_of(text)
+    except ValueError:
+        return None
+    return MemberId(text)
