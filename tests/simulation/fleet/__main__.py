@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 
+from .growth import measured, told
 from .schedule import Schedule, small
 from .shrink import kind_of, shrunk
 from .world import play
@@ -25,23 +26,29 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=10_000, help="how many")
     parser.add_argument("--for", type=float, default=float("inf"), dest="for_s", help="at most so many seconds")
     parser.add_argument("--whole", action="store_true", help="tell failing schedules as they are, not made smaller")
+    parser.add_argument("--nodes", type=int, help="one large fleet of so many nodes, whose figures are told as JSON")
+    parser.add_argument("--sessions", type=int, help="and so many sessions; 100 for each node if that is not said")
+    parser.add_argument("--trouble", type=float, default=2.0, help="and so many failures for each node")
     asked = parser.parse_args()
     logging.disable(logging.CRITICAL)
+    if asked.nodes is not None:
+        print(told(measured(asked.first, asked.nodes, asked.sessions or 100 * asked.nodes, asked.trouble)))
+        return 0
     began_s = time.monotonic()
-    told: Counter[str] = Counter()
+    counted: Counter[str] = Counter()
     failed = played = 0
     for seed in range(asked.first, asked.first + asked.seeds):
         if time.monotonic() - began_s > asked.for_s or failed >= TOLD_MAX:
             break
         played += 1
         try:
-            told += play(small(seed)).counts
+            counted += play(small(seed)).counts
         except Exception as error:
             failed += 1
             _tell(small(seed), error, whole=asked.whole)
         if played % _EVERY == 0:
             print(f"{played} schedules, {failed} broken, {time.monotonic() - began_s:.0f} s", flush=True)
-    for name, count in sorted(told.items()):
+    for name, count in sorted(counted.items()):
         print(f"{count:10}  {name}")
     print(f"{played} schedules, {failed} broken a promise, {time.monotonic() - began_s:.0f} s")
     return 1 if failed else 0

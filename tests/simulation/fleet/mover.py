@@ -31,7 +31,6 @@ from .engine import Kv, Run, SimArena, SimEngine
 from .network import Network
 from .stores import BLOCK_BYTES, BLOCK_TOKENS, Snapshot, SnapshotStore
 
-LOOK_S = 0.5
 _POLL_S = 0.01
 # What the real peers' clients wait for an answer.
 _ASK_S = 2.0
@@ -51,6 +50,7 @@ class SimMover:
         place_of: Callable[[Path], "tuple[SimArena, SimEngine | None, bool] | None"],
         key_of: Callable[[Path], dict[str, str]],
         bytes_per_s: int,
+        look_s: float,
         own: SnapshotStore,
         peers: Mapping[str, SnapshotStore],
     ) -> None:
@@ -62,6 +62,7 @@ class SimMover:
         self._elsewhere = elsewhere
         self._place_of = place_of
         self._key_of = key_of
+        self._look_s = look_s
         self._account = Account(bytes_per_s)
         # What other nodes have brought into the memory of this one; and those nodes' memories.
         self._own = own
@@ -160,7 +161,7 @@ class SimMover:
         if self._disk is None or not self._elsewhere:
             return
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(self._look_s)
             for store in self._elsewhere:
                 await self._bring_to(store)
 
@@ -169,19 +170,20 @@ class SimMover:
         loop = self._network.loop
         backlog = self._backlogs[store.name]
         backlog.see(self._disk.heads(), loop.now_s)
-        until_s = loop.now_s + LOOK_S
+        until_s = loop.now_s + self._look_s
+        shapes = {
+            head.session: Shape(found.kv.prompt_len, BLOCK_TOKENS, BLOCK_BYTES)
+            for head in self._disk.heads()
+            if (found := self._disk.latest(head.session)) is not None
+        }
         while loop.now_s < until_s:
-            shapes = {
-                head.session: Shape(found.kv.prompt_len, BLOCK_TOKENS, BLOCK_BYTES)
-                for head in self._disk.heads()
-                if (found := self._disk.latest(head.session)) is not None
-            }
             chosen = most_urgent(backlog.behind(shapes, loop.now_s))
             if chosen is None:
                 break
             session = SessionId(chosen.session)
             snapshot = self._disk.latest(session)
-            assert snapshot is not None
+            if snapshot is None:
+                break  # the disk was lost meanwhile
             wait_s = self._account.reserve(max(chosen.missing_bytes, BLOCK_BYTES), loop.now_s)
             await asyncio.sleep(wait_s + self._network.latency_s(self._host, store.host))
             if self._is_cut(store) or not self._network.is_powered(store.host):

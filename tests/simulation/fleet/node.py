@@ -37,7 +37,7 @@ from midstream.sidecar.workers import Epoch, Worker, Workers
 from .engine import SimArena, SimEngine
 from .http import Server, SimRequest, SimUpstream
 from .loop import WORLD, Process
-from .mover import LOOK_S, SimMover
+from .mover import SimMover
 from .place import Shared, coordination_of
 from .routes import Router
 from .stores import SnapshotStore
@@ -124,6 +124,7 @@ class SimNode:
         self.mover = SimMover(
             shared.network, self.host, made.chance, made.fault_rate, self.disk, self._elsewhere,
             self._place_of, lambda path: made.key, bytes_per_s=shared.bytes_per_s,
+            look_s=shared.look_s,
             own=self.memory, peers=shared.peers,
         )  # fmt: skip
         tiers = frozenset(Tier) - {Tier.IN_PLACE, Tier.MEMORY}
@@ -280,7 +281,7 @@ class SimNode:
     async def _observe(self) -> None:
         """The mover looks at all arenas again and again."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(self._shared.look_s)
             for path, (arena, _, _) in list(self._arenas.items()):
                 if arena.runs:
                     self.mover.observe(path)

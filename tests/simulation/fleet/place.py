@@ -45,6 +45,7 @@ class Shared:
     takeover_timeout_s: float
     bytes_per_s: int
     keeps_others: bool
+    look_s: float
     # Nodes' memories for others' snapshots, by where they are reached.
     peers: dict[str, SnapshotStore] = field(default_factory=dict)
     when_alone: WhenAlone = WhenAlone.STOP

@@ -109,6 +109,9 @@ class Shape:
     moves_recompute: bool = False
     odd_keys: float = 0.0
     chunk: int = 2
+    # How often what must hold is looked at, and how often movers look at what is new.
+    tick_s: float = 0.25
+    look_s: float = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +162,32 @@ def small(seed: int) -> Schedule:
         tuple(_asked(chance, number, shape) for number in range(sessions)),
         failures(chance, shape, count=chance.randint(6, 24)),
     )
+
+
+def large(seed: int, nodes: int, sessions: int, trouble: float) -> Schedule:
+    """A fleet with so many sessions, nearly all of them at once, and `trouble` failures for each node."""
+    chance = random.Random(f"{seed}/large")
+    shape = Shape(
+        nodes=nodes,
+        gateways=max(1, min(4, nodes // 20)),
+        coordinating=Coordinating.ETCD,
+        lease_s=10,
+        stores=1,
+        horizon_s=40.0,
+        takeover_timeout_s=60.0,
+        step_s=1.5,
+        slots=max(16, 3 * sessions // (2 * nodes)),
+        bytes_per_s=20_000_000,
+        chunk=4,
+        tick_s=1.0,
+        look_s=3.0,
+    )
+    asked = []
+    for number in range(sessions):
+        length = chance.randint(40, 60)
+        question = Question(number, length, "length", chance.choice((40, 400)), wants_ids=chance.random() < 0.5)
+        asked.append(Asked(WARM_S + chance.uniform(2.0, 14.0), question))
+    return Schedule(seed, shape, tuple(asked), failures(chance, shape, count=round(trouble * nodes)))
 
 
 def _asked(chance: random.Random, number: int, shape: Shape) -> Asked:

@@ -11,7 +11,7 @@ import random
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from importlib.metadata import version
 from unittest import mock
@@ -35,7 +35,6 @@ from .schedule import WARM_S, Asked, Coordinating, Schedule
 from .service import Service
 from .stores import SnapshotStore
 
-TICK_S = 0.25
 TRIES_MAX = 200
 RETRY_S = 1.0
 _RENEWALS = {Coordinating.ETCD: Renewals.UNSEEN, Coordinating.KUBERNETES: Renewals.SEEN}
@@ -54,6 +53,8 @@ class World:
         self.is_healed = False
         self.counts: Counter[str] = Counter()
         self.defects: list[BaseException] = []
+        # Told of each look, for figures.
+        self.on_tick: Callable[[], None] = lambda: None
         self.chance = self._stream("world")
         self.network = Network(loop, self._stream("network"))
         renewals = _RENEWALS.get(shape.coordinating)
@@ -71,6 +72,7 @@ class World:
             takeover_timeout_s=shape.takeover_timeout_s,
             bytes_per_s=shape.bytes_per_s,
             keeps_others=shape.keeps_others,
+            look_s=shape.look_s,
         )
         self.stores = [SnapshotStore(f"store{n}", f"store{n}", 100_000) for n in range(shape.stores)]
         self.nodes = [self._node(number) for number in range(shape.nodes)]
@@ -146,9 +148,10 @@ class World:
         self.loop.call_at(self.began_s + at_s, act, context=WORLD)  # type: ignore[arg-type]
 
     async def _tick(self) -> None:
-        await asyncio.sleep(TICK_S)
+        await asyncio.sleep(self.schedule.shape.tick_s)
         self._raise_defects()
         invariants.at_any_time(self)
+        self.on_tick()
 
     def _raise_defects(self) -> None:
         if self.defects:
@@ -251,13 +254,14 @@ class World:
         return hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest()
 
 
-def play(schedule: Schedule) -> World:
+def play(schedule: Schedule, made_one: Callable[[World], None] = lambda world: None) -> World:
     """One schedule from its beginning to its end. What it raises bears the schedule as a note."""
     with _virtual(schedule.seed) as loop, asyncio.Runner(loop_factory=lambda: loop) as runner:
         made: list[World] = []
 
         async def whole() -> None:
             made.append(World(schedule, loop))
+            made_one(made[0])
             await made[0].play()
 
         try:
