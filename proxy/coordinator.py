@@ -57,7 +57,7 @@ class Placement:
     when nothing is needed of the worker before this one any more: after a planned move, which leaves that one alive,
     its request must be kept until then. `front_ends` is how many processes of the worker read requests. A worker
     can be a whole node (`is_node`), which has workers of its own, and says itself what became of the session there.
-    Its stream is read only while its `gate` is open.
+    Its stream is read only while its `gate` is open. `adopts`: the node has it already, for a gateway that is no more.
     """
 
     worker: str
@@ -70,6 +70,7 @@ class Placement:
     front_ends: int = 1
     is_node: bool = False
     gate: Gate | None = None
+    adopts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,11 @@ class Elsewhere(Protocol):
         """What the tokens that are drawn here begin with: up to 64 of A-Z a-z 0-9 _ -, or "" for none."""
         ...
 
+    @property
+    def own_name(self) -> str:
+        """Whose the streams are that are begun here: what others have to name to take them up; "" for nobody's."""
+        ...
+
     async def base_url_of(self, prefix: str) -> str | None:
         """Where the one of a prefix takes requests; None if there is none. Bounded in time, never raises."""
         ...
@@ -41,6 +46,7 @@ class Nowhere:
     """A node that is alone."""
 
     tls = None
+    own_name = ""
 
     @property
     def own_prefix(self) -> str:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from ..session.errors import Refused
 from .coordinator import Coordinator, Outcome, Placement, Reason, SessionFacts
-from .problems import POISON
+from .permission import Permission
+from .problems import NO_LEASE, POISON
 from .report import UNDISTURBED, Report
 
 # Nothing of the session has begun there: that costs its client nothing, and how often it is is the coordinator's to
@@ -34,6 +35,7 @@ class Failover:
         self._has_new = False
         self._since_s: float | None = None
         self._ended = False
+        self._permission: Permission | None = None
         self._gaps_s: list[float] = []
         # What nodes have told of takeovers among their own workers.
         self._inner_count = 0
@@ -43,6 +45,10 @@ class Failover:
     def pending(self) -> bool:
         """Whether a takeover is under way whose first new token has not been sent."""
         return self._since_s is not None
+
+    def goes_by(self, permission: Permission | None) -> None:
+        """Who may not send anything of a session takes it up nowhere either: another one may have it."""
+        self._permission = permission
 
     def begins_with_takeover(self) -> None:
         """The session's first placement is one that goes on from what another session had."""
@@ -54,6 +60,8 @@ class Failover:
         """Where the session goes on. Raises Refused."""
         if last.marker.generation >= self._facts.generation_max:
             raise Refused("takeovers_exhausted", "the session has had as many owners here as it can; go on elsewhere")
+        if self._permission is not None and not self._permission.may_send() and not await self._permission.opened():
+            raise Refused(NO_LEASE, "this process has lost its lease, and with it the session", retry_after_s=1)
         if reason in _NOT_BEGUN:
             return await self._coordinator.take_over(self._facts, last, reason, delivered, unseen=unseen)
         if self._since_s is None:

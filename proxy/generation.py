@@ -4,8 +4,9 @@ Owns nothing that changes, but for the session's failover. Invariant: every atte
 marker. It does not read answers.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import aiohttp
 from aiohttp import web
@@ -15,6 +16,7 @@ from . import headers, policy
 from .coordinator import Placement, SessionFacts
 from .failover import Failover
 from .kept import Kept
+from .orphans import Origin
 from .policy import Policy
 from .request import Outgoing
 from .settings import ProxySettings
@@ -40,6 +42,10 @@ class Generation:
     kept: Kept
     # Its client is a gateway, which counts on being told of takeovers here.
     of_gateway: bool = False
+    # The stream that its answer becomes, where another gateway could go on with it.
+    origin: Origin | None = None
+    # Tells a node, at its base URL, that nothing of this is to be kept.
+    forget: Callable[[str], None] | None = None
 
     async def send(self, placement: Placement) -> aiohttp.ClientResponse:
         """Send the request to a worker. Raises UpstreamLost, also when the coordinator has news meanwhile."""
@@ -61,9 +67,20 @@ class Generation:
                 "POST",
                 target(placement.base_url, self.raw_path),
                 sent,
-                self.outgoing.encode(None if self.facts.exact_obstacle else marker),
+                self.outgoing.encode(None if self.facts.exact_obstacle else marker, self._origin_for(placement)),
                 proven=placement.is_node,
             )
+
+    def _origin_for(self, placement: Placement) -> Origin | None:
+        """Of what a second node writes, that has only the rest, nobody could make the same stream."""
+        if self.origin is None or not placement.is_node or placement.marker.resume is not None:
+            return None
+        return replace(self.origin, adopts=placement.adopts)
+
+    def left(self, placement: Placement) -> None:
+        """The node's answer is not wanted any more: it is not to be kept there for another gateway."""
+        if self.forget is not None and self._origin_for(placement) is not None:
+            self.forget(placement.base_url)
 
     def _policy_at_node(self) -> str:
         # A question about a prompt is to reach the engine as it is.

@@ -6,7 +6,7 @@ go of with that of the move before it.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -14,15 +14,19 @@ import aiohttp
 Request = aiohttp.ClientResponse | asyncio.Future[Any]
 
 
+def _nothing() -> None:
+    """Closing it is all."""
+
+
 class Kept:
     """What one session still holds of the workers that it has left."""
 
     def __init__(self) -> None:
-        self._held: list[Request] = []
+        self._held: list[tuple[Request, Callable[[], None]]] = []
 
-    def hold(self, request: Request) -> None:
-        """Keep an answer, or the sending of a request that has none yet."""
-        self._held.append(request)
+    def hold(self, request: Request, then: Callable[[], None] = _nothing) -> None:
+        """Keep an answer, or the sending of a request that has none yet; `then`: once it is closed."""
+        self._held.append((request, then))
 
     def until(self, fetched: "asyncio.Future[None] | None") -> None:
         """Let go of what is held now as soon as `fetched` is done; at once without one."""
@@ -37,11 +41,13 @@ class Kept:
         """Nothing of it is needed any more."""
         self._close(tuple(self._held))
 
-    def _close(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            if any(request is held for held in self._held):
-                self._held = [held for held in self._held if held is not request]
+    def _close(self, requests: Sequence[tuple[Request, Callable[[], None]]]) -> None:
+        for one in requests:
+            if any(one is held for held in self._held):
+                self._held = [held for held in self._held if held is not one]
+                request, then = one
                 _close(request)
+                then()
 
 
 def _close(request: Request) -> None:

@@ -28,8 +28,8 @@ class Permission(Protocol):
         """Returns once they may be written, or False: never, or not within any time that a client would wait."""
         ...
 
-    def cover(self, sessions: Iterable[SessionId]) -> None:
-        """The stream's tokens are those of these sessions."""
+    def cover(self, sessions: Iterable[SessionId], *, claimed: bool = False) -> None:
+        """The stream's tokens are those of these sessions, which were another's where they are `claimed`."""
         ...
 
     def ended(self) -> None:
@@ -58,7 +58,7 @@ class Always:
         """At once."""
         return True
 
-    def cover(self, sessions: Iterable[SessionId]) -> None:
+    def cover(self, sessions: Iterable[SessionId], *, claimed: bool = False) -> None:
         """Whose they are is nobody's question."""
 
     def ended(self) -> None:

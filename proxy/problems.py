@@ -49,6 +49,7 @@ class Problem:
 
 NOT_EXACT = "not_exact"
 POISON = "poison_request"
+NO_LEASE = "no_lease"
 
 
 def refused(error: Refused) -> Problem:

@@ -19,29 +19,36 @@ from typing import Any
 from aiohttp import web
 from multidict import CIMultiDict
 
+from ..session.errors import Refused
 from . import headers, problems
 from .event_ids import TOKEN_BYTES, is_token, new_token, parse_id, parse_position, prefix_of
-from .permission import Permission, Permits
+from .keeping import Keeping
+from .orphans import LOOK, Adopts, KeptPart, Origin, Orphan, code_of_this
+from .permission import Permits
 from .problems import Problem
-from .reattach_elsewhere import AskElsewhere
+from .reattach_elsewhere import SENT_ON, STREAMS_PATH, AskElsewhere
 from .settings import ProxySettings
-from .stream import Respond
 from .stream_kept import KeptStream, Phase
 from .stream_reader import Over, StreamReader
 from .stream_room import Room
 
 _LOG = logging.getLogger("midstream.proxy")
 
-STREAMS_PATH = "/midstream/v1/streams/"
 
-# What answers a request, to whom it is told to and as long as it is permitted; None: to its client, as ever.
-Session = Callable[[Respond | None, Permission | None], Coroutine[Any, Any, web.StreamResponse]]
+# What answers a request; None: to its client, as ever.
+Session = Callable[[Keeping | None], Coroutine[Any, Any, web.StreamResponse]]
+# What goes on with the stream of a gateway that is no more.
+Heir = Callable[[Keeping, Orphan], Coroutine[Any, Any, web.StreamResponse]]
 
 
 class Reattach:
     """All streams that are kept."""
 
-    def __init__(self, settings: ProxySettings, elsewhere: AskElsewhere, permits: Permits) -> None:
+    def __init__(
+        self, settings: ProxySettings, elsewhere: AskElsewhere, permits: Permits, adopts: Adopts | None = None
+    ) -> None:
+        self._adopts = adopts
+        self._adopting: set[bytes] = set()
         self._keep_s = settings.reattach_s
         self._streams_max = settings.reattach_streams_max
         self._elsewhere = elsewhere
@@ -60,13 +67,31 @@ class Reattach:
         stream = self._new(_digest(request, body))
         if stream is None:
             # Everything is in use: without ids the client knows that it cannot come back to this one.
-            return await session(None, None)
-        stream.task = task = asyncio.create_task(session(stream.respond, stream.permission))
+            return await session(None)
+        self._run(stream, session(self._keeping(stream)), held)
+        return await self._answer(request, stream, 0, first=True)
+
+    def _keeping(self, stream: KeptStream) -> Keeping:
+        owner = self._elsewhere.own_name
+        origin = Origin(stream.token, stream.digest.hex(), owner, code_of_this()) if owner else None
+        return Keeping(
+            stream.respond, stream.permission, origin, lambda base_url: self._elsewhere.forget(base_url, stream.token)
+        )
+
+    def _run(self, stream: KeptStream, session: Coroutine[Any, Any, web.StreamResponse], held: ExitStack) -> None:
+        stream.task = task = asyncio.create_task(session)
         self._tasks.add(task)
         # A task that is cancelled before its first step lets go of nothing by itself.
         lent = held.pop_all()
         task.add_done_callback(lambda _: lent.close())
         task.add_done_callback(lambda done: self._session_over(stream, done))
+
+    async def _answer(
+        self, request: web.Request, stream: KeptStream, position: int, *, first: bool
+    ) -> web.StreamResponse:
+        """What follows a position, as soon as the session has a stream; or what it answers instead."""
+        task: asyncio.Task[web.StreamResponse] | None = stream.task
+        assert task is not None
         try:
             either: set[asyncio.Future[Any]] = {task, stream.opened}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -76,13 +101,15 @@ class Reattach:
             raise
         if stream.phase is Phase.AWAITED:
             return await task
-        return await self._read(request, stream, StreamReader(stream, 0, request, self._keep_s), first=True)
+        return await self._read(request, stream, StreamReader(stream, position, request, self._keep_s), first=first)
 
-    def _new(self, digest: bytes) -> KeptStream | None:
+    def _new(
+        self, digest: bytes, token: str = "", *, part: KeptPart | None = None, behind: int = 0
+    ) -> KeptStream | None:
         if len(self._streams) >= self._streams_max and not self._drop_spare():
             return None
-        token = new_token(secrets.token_bytes(TOKEN_BYTES), self._elsewhere.own_prefix)
-        stream = KeptStream(token, self._key(token), digest, self._room, self._permits.now())
+        token = token or new_token(secrets.token_bytes(TOKEN_BYTES), self._elsewhere.own_prefix)
+        stream = KeptStream(token, self._key(token), digest, self._room, self._permits.now(), part=part, behind=behind)
         self._streams[stream.key] = stream
         self._room.share_among(len(self._streams))
         return stream
@@ -102,11 +129,84 @@ class Reattach:
             else:
                 stream.give_up()
 
+    # ---- of a gateway, at its node
+
+    async def keep_part(
+        self, request: web.Request, part: KeptPart, session: Session, held: ExitStack
+    ) -> web.StreamResponse:
+        """Answer a gateway, and keep that for another one."""
+        self._drop_part(part.origin.token)
+        stream = self._new(bytes.fromhex(part.origin.digest), part.origin.token, part=part)
+        if stream is None:
+            return await session(None)
+        self._run(stream, session(Keeping(stream.respond, stream.permission)), held)
+        return await self._answer(request, stream, 0, first=True)
+
+    async def hand_over(self, request: web.Request, part: KeptPart) -> web.StreamResponse:
+        """All that is kept of a gateway's stream, and what follows, for another gateway."""
+        stream = self._part(part.origin.token)
+        if stream is None or stream.part is None or stream.part.session != part.session:
+            return _told(problems.not_kept(self._keep_s), request)
+        return await self._go_on(request, stream, 0)
+
+    def _part(self, token: str) -> KeptStream | None:
+        stream = self._streams.get(self._key(token))
+        return stream if stream is not None and stream.part is not None and stream.phase is not Phase.AWAITED else None
+
+    def _drop_part(self, token: str) -> None:
+        stream = self._streams.get(self._key(token))
+        if stream is not None and stream.part is not None:
+            self._drop(stream)
+
+    def _look(self, request: web.Request, token: str) -> web.Response:
+        """What is kept of a gateway's stream, if all of it is."""
+        stream = self._part(token)
+        if stream is None or stream.part is None or not stream.log.has_after(0):
+            return _told(problems.not_kept(self._keep_s), request)
+        return web.json_response(stream.part.to_json())
+
+    # ---- of a gateway that is no more
+
+    async def _adopt(
+        self, request: web.Request, token: str, position: int, body: bytes, heir: Heir, held: ExitStack
+    ) -> web.StreamResponse:
+        """Go on with a stream whose gateway is no more, or say where it is."""
+        key = self._key(token)
+        gone = _told(problems.not_kept(self._keep_s), request)
+        if self._adopts is None or SENT_ON in request.headers:
+            return gone
+        if key in self._adopting or key in self._streams:
+            # Its client comes back twice before the first answer.
+            return _told(problems.out_of_reach(), request)
+        digest = _digest(request, body)
+        self._adopting.add(key)
+        try:
+            found = await self._adopts.adopt(token, digest.hex())
+            if isinstance(found, str):
+                return await self._elsewhere.ask_at(request, found, body)
+            stream = None if found is None else self._new(digest, token, behind=position)
+            if found is None or stream is None:
+                return gone
+            stream.permission.cover((found.session,), claimed=True)
+            self._run(stream, heir(self._keeping(stream), found), held)
+        except Refused as error:
+            return _told(problems.refused(error), request)
+        finally:
+            self._adopting.discard(key)
+        return await self._answer(request, stream, position, first=False)
+
     # ---- those who come back
 
-    async def resume(self, request: web.Request, token: str, position: int, body: bytes) -> web.StreamResponse:
-        """The same request again, with the id of the last event that its client has."""
+    async def resume(
+        self, request: web.Request, token: str, position: int, body: bytes, heir: Heir, held: ExitStack
+    ) -> web.StreamResponse:
+        """The same request again, with the id of the last event that its client has.
+
+        What `held` holds is the session's where this begins one: that of a gateway which is no more.
+        """
         found = await self._find(request, token, body)
+        if found is None:
+            return await self._adopt(request, token, position, body, heir, held)
         if not isinstance(found, KeptStream):
             return found
         if found.digest != _digest(request, body):
@@ -125,6 +225,15 @@ class Reattach:
         except ValueError as error:
             return _told(problems.bad_request(str(error)), request)
         found = await self._find(request, token, None)
+        if found is None and SENT_ON in request.headers:
+            # It has proved to come from the fleet.
+            if request.method == "DELETE":
+                self._drop_part(token)
+                return web.Response(status=204)
+            if LOOK in request.headers:
+                return self._look(request, token)
+        if found is None:
+            return _told(problems.not_kept(self._keep_s), request)
         if not isinstance(found, KeptStream):
             return found
         if request.method == "DELETE":
@@ -135,8 +244,10 @@ class Reattach:
             return web.Response(status=204)
         return await self._go_on(request, found, position)
 
-    async def _find(self, request: web.Request, token: str, body: bytes | None) -> KeptStream | web.StreamResponse:
-        """The stream of that name, or the answer to its client."""
+    async def _find(
+        self, request: web.Request, token: str, body: bytes | None
+    ) -> KeptStream | web.StreamResponse | None:
+        """The stream of that name, or the answer to its client; None where there is none that is known of."""
         stranger = self._elsewhere.refusal(request, body)
         if stranger is not None:
             return _told(stranger, request)
@@ -144,12 +255,9 @@ class Reattach:
         if stream is not None and stream.permission.is_over:
             # It is another's by now, or nobody's.
             self._drop(stream)
-        elif stream is not None and stream.phase is not Phase.AWAITED:
+        elif stream is not None and stream.phase is not Phase.AWAITED and stream.part is None:
             return stream
-        answer = await self._elsewhere.ask(request, prefix_of(token), body) if is_token(token) else None
-        if answer is not None:
-            return answer
-        return _told(problems.not_kept(self._keep_s), request)
+        return await self._elsewhere.ask(request, prefix_of(token), body) if is_token(token) else None
 
     async def _go_on(self, request: web.Request, stream: KeptStream, position: int) -> web.StreamResponse:
         if not stream.log.has_after(position):
@@ -208,6 +316,7 @@ class Reattach:
         """Give everything up."""
         for stream in list(self._streams.values()):
             self._drop(stream)
+        await self._elsewhere.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _key(self, token: str) -> bytes:

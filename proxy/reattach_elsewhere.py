@@ -8,9 +8,11 @@ stream is, `elsewhere` says; the wait for a first word is bounded.
 import asyncio
 import logging
 import time
+from contextlib import suppress
 
 import aiohttp
 from aiohttp import web
+from multidict import CIMultiDict
 
 from . import headers, problems
 from .elsewhere import Elsewhere
@@ -21,7 +23,10 @@ from .upstream import Upstream, UpstreamLost, target
 
 _LOG = logging.getLogger("midstream.proxy")
 
+STREAMS_PATH = "/midstream/v1/streams/"
 SENT_ON = "X-Midstream-Sent-On"
+# What is told beyond that is not: it ends by itself.
+_TELLING_MAX = 1000
 # Whoever has the stream answers at once; one that hangs holds its client for no longer than that.
 _ANSWER_S = 10.0
 
@@ -34,6 +39,7 @@ class AskElsewhere:
         self._upstream = upstream
         self._passthrough = passthrough
         self._strangers = Strangers()
+        self._telling: set[asyncio.Task[None]] = set()
 
     @property
     def own_prefix(self) -> str:
@@ -52,13 +58,40 @@ class AskElsewhere:
         self._strangers.tell(request.remote, why, time.monotonic())
         return problems.not_of_the_fleet()
 
+    @property
+    def own_name(self) -> str:
+        """Whose the streams are that are begun here."""
+        return self._elsewhere.own_name
+
     async def ask(self, request: web.Request, prefix: str, body: bytes | None) -> web.StreamResponse | None:
         """The answer of the one of that prefix; None where there is none, or the question came from another already."""
         if SENT_ON in request.headers or prefix == self.own_prefix:
             return None
         base_url = await self._elsewhere.base_url_of(prefix)
-        if base_url is None:
-            return None
+        return None if base_url is None else await self.ask_at(request, base_url, body)
+
+    def forget(self, base_url: str, token: str) -> None:
+        """A node need not keep a part of a stream any more. Told once, in the background; else it ends by its time."""
+        if len(self._telling) < _TELLING_MAX:
+            task = asyncio.create_task(self._forget(base_url, token), name="forget")
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
+
+    async def _forget(self, base_url: str, token: str) -> None:
+        url = target(base_url, STREAMS_PATH + token)
+        sent = CIMultiDict({SENT_ON: self._elsewhere.vouch("DELETE", url.raw_path_qs, b"")})
+        with suppress(UpstreamLost, TimeoutError):
+            async with asyncio.timeout(_ANSWER_S):
+                (await self._upstream.request("DELETE", url, sent, None, tls=self._elsewhere.tls)).close()
+
+    async def close(self) -> None:
+        """Tell nobody anything any more."""
+        for task in tuple(self._telling):
+            task.cancel()
+        await asyncio.gather(*self._telling, return_exceptions=True)
+
+    async def ask_at(self, request: web.Request, base_url: str, body: bytes | None) -> web.StreamResponse:
+        """The answer of the one at that URL."""
         url = target(base_url, path_of(request))
         sent = headers.towards_engine(request.headers)
         sent[SENT_ON] = self._elsewhere.vouch(request.method, url.raw_path_qs, body or b"")

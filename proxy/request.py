@@ -14,6 +14,7 @@ from .dialects.by_path import GENERATE_PATH, OtherApi
 from .dialects.generate import Generate
 from .dialects.hiding import Hiding
 from .eligible_generate import params_of
+from .orphans import Origin, with_origin
 from .splice import Wishes
 
 # Where engines read transfer fields from, apart from the request itself: paths of objects within a body.
@@ -108,8 +109,8 @@ class Outgoing:
     asks_ids: bool = True
     takes_seed: bool = True
 
-    def encode(self, marker: Marker | None) -> bytes:
-        """The body for one attempt.
+    def encode(self, marker: Marker | None, origin: Origin | None = None) -> bytes:
+        """The body for one attempt, which tells a node whose stream its answer is a part of.
 
         Without a marker it goes out as the client wrote it: nothing can be done with its ids.
         """
@@ -118,6 +119,8 @@ class Outgoing:
             if not self.takes_seed:
                 marker = replace(marker, seed=self.seed)
             body = with_marker(body, marker)
+            if origin is not None:
+                body = with_origin(body, origin)
             if self.asks_ids:
                 body["return_token_ids"] = True
         if self.seed is not None and self.takes_seed:

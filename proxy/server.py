@@ -20,12 +20,14 @@ from .dialects.by_path import CHAT_PATH, SESSION_PATHS, events_of
 from .eligible import NO_SESSION, why_not_resumable
 from .elsewhere import Elsewhere, Nowhere
 from .fleet import MORE_BYTES, Believer, Claimed, Prover, Strangers, Unproven, has_marker, marker_in, shows_certificate
+from .keeping import Keeping
+from .orphans import Adopts, KeptPart, Orphan, origin_in
 from .passthrough import Passthrough
 from .permission import Always, Permits
 from .policy import Policy, policy_of
 from .prompt_part import is_asked_for, rest
-from .reattach import STREAMS_PATH, Reattach, last_event_id
-from .reattach_elsewhere import AskElsewhere
+from .reattach import Reattach, last_event_id
+from .reattach_elsewhere import STREAMS_PATH, AskElsewhere
 from .request import encode_body, parse_body, without_transfer_fields
 from .sessions import Sessions
 from .settings import ProxySettings
@@ -44,10 +46,11 @@ def build_app(
     permits: Permits | None = None,
     believer: Believer | None = None,
     prover: Prover | None = None,
+    adopts: Adopts | None = None,
 ) -> web.Application:
     """The application; `routes` come before the proxy's own, and `elsewhere` are the streams of a fleet's other nodes.
 
-    `permits`: each session asks before it sends anything.
+    `permits`: each session asks before it sends anything. `adopts`: takes up streams of gateways that are no more.
 
     With a `believer` it takes sessions of the fleet's gateways in, and with a `prover` it is such a gateway itself.
     Run it with `make_runner`: it relies on handlers being cancelled when clients leave.
@@ -69,9 +72,16 @@ def build_app(
     reattach = None
     if settings.reattach_s > 0:
         ask_elsewhere = AskElsewhere(elsewhere or Nowhere(), upstream, passthrough)
-        reattach = Reattach(settings, ask_elsewhere, permits or Always())
+        reattach = Reattach(settings, ask_elsewhere, permits or Always(), adopts)
     requests = _Requests(
-        sessions, passthrough, settings, bodies, reattach, believer=believer, is_gateway=prover is not None
+        sessions,
+        passthrough,
+        settings,
+        bodies,
+        reattach,
+        believer=believer,
+        adopts=adopts,
+        is_gateway=prover is not None,
     )
     app.add_routes(routes)
     if reattach is not None:
@@ -115,8 +125,10 @@ class _Requests:
         reattach: Reattach | None,
         *,
         believer: Believer | None,
+        adopts: Adopts | None,
         is_gateway: bool,
     ) -> None:
+        self._adopts = adopts
         self._reattach = reattach
         self._believer = believer
         self._strangers = Strangers()
@@ -170,7 +182,8 @@ class _Requests:
             if claimed is not None:
                 claimed.require(raw)
             elif self._reattach is not None and (known := last_event_id(request)) is not None:
-                return await self._reattach.resume(request, *known, raw)
+                heir = partial(self._adopted, request, raw)
+                return await self._reattach.resume(request, *known, raw, heir, held)
             asked = parse_body(raw)
         except Unproven as error:
             self._strangers.tell(request.remote, str(error), time.monotonic())
@@ -185,7 +198,7 @@ class _Requests:
             return problems.bad_request(str(error)).response(request.headers, request.path)
         body = without_transfer_fields(asked)
         if claimed is not None and has_marker(asked):
-            return await self._take_in(request, asked, body, demanded)
+            return await self._take_in(request, asked, body, demanded, held)
         chat = request.path == CHAT_PATH
         has_choices = events_of(request.path) is None
         count, choices_max = count_of(body, chat=chat) if has_choices else 1, self._settings.choices_max
@@ -217,9 +230,17 @@ class _Requests:
         # A gateway's client comes back to the gateway.
         if self._reattach is None or claimed is not None or body.get("stream") is not True:
             return await session()
-        return await self._reattach.begin(
-            request, raw, lambda respond, permission: session(respond=respond, permission=permission), held
-        )
+        return await self._reattach.begin(request, raw, lambda keeping: session(keeping=keeping), held)
+
+    async def _adopted(self, request: web.Request, raw: bytes, keeping: Keeping, orphan: Orphan) -> web.StreamResponse:
+        """The same request as once at a gateway that is no more: what comes of it is known, and goes on here."""
+        try:
+            body = without_transfer_fields(parse_body(raw))
+            demanded = policy_of(request.headers, self._settings.policy)
+        except ValueError as error:
+            return problems.bad_request(str(error)).response(request.headers, request.path)
+        assert self._adopts is not None
+        return await self._sessions.adopt(request, body, demanded, orphan, keeping, self._adopts)
 
     def _claimed(self, request: web.Request) -> Claimed | None:
         """What a gateway of the fleet vouches for; None for a client's request. Raises Unproven."""
@@ -229,17 +250,28 @@ class _Requests:
         return self._believer.check(request.method, request.raw_path, proof, shown=shows_certificate(request.transport))
 
     async def _take_in(
-        self, request: web.Request, asked: dict[str, Any], body: dict[str, Any], demanded: Policy
+        self, request: web.Request, asked: dict[str, Any], body: dict[str, Any], demanded: Policy, held: ExitStack
     ) -> web.StreamResponse:
         """A session that a gateway of the fleet has begun, and may have had on other nodes."""
         try:
-            marker = marker_in(asked)
+            marker, origin = marker_in(asked), origin_in(asked)
         except ValueError as error:
             return problems.bad_request(str(error)).response(request.headers, request.path)
         obstacle = why_not_resumable(body, request.path)
         if obstacle is not None:
             return problems.cannot_be_exact(obstacle).response(request.headers, request.path)
-        return await self._sessions.take_in(request, body, demanded, marker)
+        if origin is None or self._reattach is None or marker.resume is not None or body.get("stream") is not True:
+            return await self._sessions.take_in(request, body, demanded, marker)
+        seed = body.get("seed") if marker.seed is None else marker.seed
+        part = KeptPart(origin, marker.session, marker.generation, seed if type(seed) is int else None)
+        if origin.adopts:
+            return await self._reattach.hand_over(request, part)
+        return await self._reattach.keep_part(
+            request,
+            part,
+            lambda keeping: self._sessions.take_in(request, body, demanded, marker, keeping),
+            held,
+        )
 
     def _hold_copies(self, request: web.Request, parts: Sequence[Part]) -> None:
         """Count what the bodies of several choices take; those of one prompt are as long. Raises BadBody."""

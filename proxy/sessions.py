@@ -26,7 +26,9 @@ from .dialects.by_path import CHAT_PATH, events_of
 from .failover import Failover
 from .fenced import FencedResponse
 from .generation import OF_A_PROMPT, Generation
+from .keeping import Keeping
 from .kept import Kept
+from .orphans import Adopts, Orphan
 from .permission import Permission, Permits
 from .policy import Policy
 from .prompt_ask import ask, graft_of, respond_with, with_all_ids, with_part
@@ -41,7 +43,6 @@ from .upstream import Upstream
 _OWNERS_OF_A_NODE = 1 << 12
 # So that those of the last one are still numbers of 32 bits.
 GENERATIONS_OF_A_GATEWAY = (1 << 20) - 1
-NO_LEASE = "no_lease"
 # A handler that is told to end does so at once, unless something is badly wrong.
 _ENDS_WITHIN_S = 5.0
 
@@ -86,20 +87,18 @@ class Sessions:
         obstacle: str,
         *,
         about_prompt: bool = False,
-        respond: Respond | None = None,
-        permission: Permission | None = None,
+        keeping: Keeping | None = None,
     ) -> web.StreamResponse:
         """Answer one request; each of its parts is a session.
 
-        `about_prompt`: it asks for something of its prompts. `respond` makes the response of a stream, and it goes by
-        `permission`, where these are not its client's own.
+        `about_prompt`: it asks for something of its prompts. `keeping`: its stream is kept.
         """
-        own = self._permits.now() if permission is None and self._permits is not None else None
-        permission = permission or own
+        own = self._permits.now() if keeping is None and self._permits is not None else None
+        permission = own if keeping is None else keeping.permission
         try:
             _require_permission(permission)
-            to_client = _responding(permission, self._settings)
-            answer = await self._run(request, parts, policy, obstacle, about_prompt, respond or to_client, permission)
+            respond = _responding(permission, self._settings) if keeping is None else keeping.respond
+            answer = await self._run(request, parts, policy, obstacle, about_prompt, respond, permission, keeping)
             return await _when_permitted(answer, permission)
         except Refused as error:
             return problems.refused(error).response(request.headers, request.path)
@@ -116,6 +115,7 @@ class Sessions:
         about_prompt: bool,
         respond: Respond,
         permission: Permission | None,
+        keeping: Keeping | None,
     ) -> web.StreamResponse:
         parent = uuid.uuid4().hex if len(parts) > 1 else ""
         seed = self._random.getrandbits(31)
@@ -130,6 +130,8 @@ class Sessions:
         if permission is not None:
             permission.cover(one.session for one in facts)
         started = await self._admitted(request, facts)
+        for generation, _ in started:
+            generation.failover.goes_by(permission)
         if parent:
             return await ChoicesHandler(parts, started, told, parent, respond).run()
         generation, placement = started[0]
@@ -137,6 +139,7 @@ class Sessions:
             return with_part(await UnaryHandler(generation).run(placement), told[0], request)
         graft = graft_of(generation, told[0])
         if graft is None:
+            generation = _traceable(generation, keeping)
             return await StreamHandler(generation, respond).run(placement)
         return await StreamHandler(with_all_ids(generation), respond_with(graft, respond)).run(placement)
 
@@ -180,12 +183,40 @@ class Sessions:
         generation.failover.begins_with_takeover()
         return await StreamHandler(generation).run(placement)
 
+    async def adopt(
+        self,
+        request: web.Request,
+        body: dict[str, Any],
+        policy: Policy,
+        orphan: Orphan,
+        keeping: Keeping,
+        adopts: Adopts,
+    ) -> web.StreamResponse:
+        """Go on with a stream whose gateway is no more, which its node has kept from its beginning."""
+        facts = SessionFacts(
+            orphan.session, request.path, body, stream=True, policy=policy, seed=orphan.seed,
+        )  # fmt: skip
+        try:
+            generation = _traceable(self._generation(request, facts, request.raw_path), keeping)
+            generation.failover.goes_by(keeping.permission)
+            placement = adopts.place(facts, orphan)
+            return await StreamHandler(generation, keeping.respond).run(placement)
+        except Refused as error:
+            return problems.refused(error).response(request.headers, request.path)
+
     async def take_in(
-        self, request: web.Request, body: dict[str, Any], policy: Policy, marker: Marker
+        self,
+        request: web.Request,
+        body: dict[str, Any],
+        policy: Policy,
+        marker: Marker,
+        keeping: Keeping | None = None,
     ) -> web.StreamResponse:
         """Answer a gateway: a session that it begins, or one that goes on here with what its client has.
 
-        The gateway gets all of the answer, from the first token on, as from an engine that replays it.
+        The gateway gets all of the answer, from the first token on, as from an engine that replays it. What happens to
+        the session while this node has no lease is the gateway's to say, which closes its connection: nothing of it is
+        claimed here.
         """
         if marker.generation > GENERATIONS_OF_A_GATEWAY:
             text = f"marker: generation {marker.generation} is beyond {GENERATIONS_OF_A_GATEWAY}, a gateway's last"
@@ -202,11 +233,10 @@ class Sessions:
             generation=first - 1,
             generation_max=last,
         )
-        permission = self._permits.now() if self._permits is not None else None
+        own = self._permits.now() if keeping is None and self._permits is not None else None
+        permission = own if keeping is None else keeping.permission
         try:
             _require_permission(permission)
-            if permission is not None:
-                permission.cover((marker.session,))
             async with self._as_the_only_one(marker):
                 generation = replace(self._generation(request, facts, request.raw_path), of_gateway=True)
                 if resume is None:
@@ -216,7 +246,7 @@ class Sessions:
                     placement = await self._coordinator.take_in(facts, resume.outputs, unseen=not resume.outputs)
                     generation.failover.begins_with_takeover()
                 if facts.stream:
-                    respond = _responding(permission, self._settings)
+                    respond = _responding(permission, self._settings) if keeping is None else keeping.respond
                     answer = await StreamHandler(generation, respond).run(placement)
                 else:
                     answer = await UnaryHandler(generation).run(placement)
@@ -224,8 +254,8 @@ class Sessions:
         except Refused as error:
             return problems.refused(error).response(request.headers, request.path)
         finally:
-            if permission is not None:
-                permission.ended()
+            if own is not None:
+                own.ended()
 
     @asynccontextmanager
     async def _as_the_only_one(self, marker: Marker) -> AsyncIterator[None]:
@@ -299,11 +329,21 @@ class Sessions:
         )
 
 
+def _traceable(generation: Generation, keeping: Keeping | None) -> Generation:
+    """A session whose node is told of its stream, where another gateway could make the same of what the node says."""
+    wishes = generation.wishes
+    if keeping is None or keeping.origin is None or not wishes.shows_ids or wishes.events is not None:
+        return generation
+    if generation.facts.exact_obstacle:
+        return generation
+    return replace(generation, origin=keeping.origin, forget=keeping.forget)
+
+
 def _require_permission(permission: Permission | None) -> None:
     """Raises Refused while nothing may be sent: nothing is begun then."""
     if permission is not None and not permission.may_send():
         text = "this node cannot renew its lease, and sends nothing until it can; send the request elsewhere"
-        raise Refused(NO_LEASE, text, retry_after_s=1)
+        raise Refused(problems.NO_LEASE, text, retry_after_s=1)
 
 
 def _responding(permission: Permission | None, settings: ProxySettings) -> Respond:
@@ -320,5 +360,5 @@ async def _when_permitted(answer: web.StreamResponse, permission: Permission | N
     while not permission.may_send():
         if not await permission.opened():
             text = "this node has lost its lease, and with it the session; send the request again"
-            raise Refused(NO_LEASE, text, retry_after_s=1)
+            raise Refused(problems.NO_LEASE, text, retry_after_s=1)
     return answer

@@ -131,6 +131,7 @@ class StreamHandler:
     async def _attempt(self, placement: Placement) -> Step:
         """Read one worker's stream to its end, whatever that is."""
         answer: aiohttp.ClientResponse | None = None
+        is_whole = False
         try:
             answer = await self._generation.send(placement)
         except UpstreamLost as lost:
@@ -151,13 +152,16 @@ class StreamHandler:
                 await self._close()
                 await self._drain(answer, parser, placement)
             elif step.reason is Reason.MOVE:
-                self._generation.kept.hold(answer)
+                self._generation.kept.hold(answer, partial(self._generation.left, placement))
                 answer = None
+            is_whole = step.end is End.FINISHED
             return step
         finally:
             # Gives the engine's work up, unless its answer was read to the end.
             if answer is not None:
                 answer.close()
+                if not is_whole:
+                    self._generation.left(placement)
 
     async def _read(self, answer: aiohttp.ClientResponse, parser: SseParser, placement: Placement) -> Step:
         resume = placement.marker.resume

@@ -15,8 +15,10 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from multidict import CIMultiDict
 
-from .event_ids import Numbering
+from .event_ids import Counting, Numbering
+from .orphans import KeptPart
 from .permission import Always, Permission
+from .sse import split_events
 from .stream_log import StreamLog
 from .stream_room import Room
 from .waiting import COMMENT
@@ -59,8 +61,22 @@ class Reads(Protocol):
 class KeptStream:
     """One stream. `digest` is of the request that it answers; `key` is for its place among others."""
 
-    def __init__(self, token: str, key: bytes, digest: bytes, room: Room, permission: Permission | None = None) -> None:
+    def __init__(
+        self,
+        token: str,
+        key: bytes,
+        digest: bytes,
+        room: Room,
+        permission: Permission | None = None,
+        *,
+        part: KeptPart | None = None,
+        behind: int = 0,
+    ) -> None:
         self.token = token
+        # What a node keeps for a gateway's stream: its events have no ids here, and no client comes back to it.
+        self.part = part
+        # Up to here its client has all, and it is said once more.
+        self._behind = behind
         self.permission = permission or Always()
         self.key = key
         self.digest = digest
@@ -73,7 +89,7 @@ class KeptStream:
         self.timer: asyncio.TimerHandle | None = None
         # Whether some reader has had all of the whole answer.
         self.delivered = False
-        self._numbering = Numbering(token)
+        self._numbering: Numbering | Counting = Numbering(token) if part is None else Counting()
         self._room = room
         self._changed = asyncio.Event()
 
@@ -100,8 +116,16 @@ class KeptStream:
         if self.phase is Phase.GONE:
             # Its session is being cancelled.
             return
+        if COMMENT in data:
+            # Said at some time or other, and by no rule that another gateway knew.
+            data = b"".join(event for event in split_events(data) if event != COMMENT)
+            if not data:
+                return
         events = self._numbering.take(data)
         size_bytes = sum(map(len, events))
+        if self.log.last < self._behind:
+            self._say_again(events, size_bytes)
+            return
         if not self._fits(size_bytes):
             await self._wait_for_room(size_bytes)
         self.log.append(events)
@@ -157,6 +181,14 @@ class KeptStream:
             self.reader.wake()
         if self.task is not None:
             self.task.cancel()
+
+    def _say_again(self, events: list[bytes], size_bytes: int) -> None:
+        """Its client has these: they count, and need no room."""
+        self.log.append(events)
+        self._room.take(size_bytes)
+        self._room.give(self.log.trim(min(self.log.last, self._behind), self._room.share_bytes))
+        if self.log.last > self._behind and self.reader is not None:
+            self.reader.wake()
 
     def _drop_what_was_read(self, reader: Reads) -> None:
         self._room.give(self.log.trim(reader.position, self._room.share_bytes))

@@ -134,9 +134,10 @@ class Life:
         # Asked for each token: without a call in between.
         self.may_send = membership.may_send
 
-    def cover(self, sessions: Iterable[SessionId]) -> None:
+    def cover(self, sessions: Iterable[SessionId], *, claimed: bool = False) -> None:
         """The stream's tokens are those of these sessions."""
         self._sessions = tuple(sessions)
+        self._has_claims = self._has_claims or claimed
 
     async def opened(self) -> bool:
         """Returns once its tokens may be sent, or False: they are another's, or nobody has said so for too long."""

@@ -61,6 +61,11 @@ class FleetStreams:
         own = self._standing.id
         return "" if own is None else prefix_of_member(own)
 
+    @property
+    def own_name(self) -> str:
+        """Of this life."""
+        return self._standing.id or ""
+
     async def base_url_of(self, prefix: str) -> str | None:
         """Where that member takes requests, if it is there."""
         return self._urls.get(prefix)

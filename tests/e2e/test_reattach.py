@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from midstream.loadtest.harness import Victim, kill_worker
-from midstream.proxy.reattach import STREAMS_PATH
+from midstream.proxy.reattach_elsewhere import STREAMS_PATH
 from support.reconnecting import connected, position_in, whole_events
 from support.sidecars import COMPLETIONS, MODEL, Sidecar, require_whole
 

@@ -5,7 +5,7 @@ import asyncio
 import aiohttp
 import pytest
 
-from midstream.proxy.reattach import STREAMS_PATH
+from midstream.proxy.reattach_elsewhere import STREAMS_PATH
 from midstream.proxy.settings import ProxySettings
 from support.answers import Answer
 from support.permits import Life, Lives

@@ -14,7 +14,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from midstream.proxy.coordinator import Reason
-from midstream.proxy.reattach import STREAMS_PATH
+from midstream.proxy.reattach_elsewhere import STREAMS_PATH
 from midstream.proxy.settings import ProxySettings
 from midstream.session.errors import Refused
 from support.answers import Answer

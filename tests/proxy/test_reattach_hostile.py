@@ -14,7 +14,7 @@ import pytest
 
 from midstream.proxy import reattach_elsewhere
 from midstream.proxy.event_ids import is_token
-from midstream.proxy.reattach import STREAMS_PATH
+from midstream.proxy.reattach_elsewhere import STREAMS_PATH
 from midstream.proxy.settings import ProxySettings
 from support.answers import Answer
 from support.proxying import Client, proxied
@@ -184,6 +184,7 @@ class Fleet:
     """Where the nodes of a fleet are."""
 
     tls = None
+    own_name = ""
 
     def __init__(self, own_prefix: str) -> None:
         self.own_prefix = own_prefix

@@ -32,7 +32,7 @@ class Life:
             await self._changed.wait()
         return False
 
-    def cover(self, sessions: Iterable[SessionId]) -> None:
+    def cover(self, sessions: Iterable[SessionId], *, claimed: bool = False) -> None:
         """Note whose they are."""
         self.sessions += sessions
 

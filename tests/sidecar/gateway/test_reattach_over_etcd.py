@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from midstream.proxy.reattach import STREAMS_PATH
+from midstream.proxy.reattach_elsewhere import STREAMS_PATH
 from support.etcd_server import binary
 from support.leased_nodes import LeasedFleet
 from support.reconnecting import position_in, whole_events
@@ -32,13 +32,14 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LeasedFleet]:
         fleet.node("node", KEPT)
         fleet.gateway("one", KEPT)
         fleet.gateway("other", KEPT)
-        fleet.listening("node", "one", "other")
+        fleet.gateway("third", KEPT)
+        fleet.listening("node", "one", "other", "third")
         deadline_s = time.monotonic() + 30
-        for name in ("node", "one", "other"):
+        for name in ("node", "one", "other", "third"):
             while "joined as member=" not in fleet.log(name):
                 assert time.monotonic() < deadline_s, fleet.log(name)
                 time.sleep(0.05)
-        for name in ("one", "other"):
+        for name in ("one", "other", "third"):
             while curl(f"{fleet.urls[name]}/readyz", "-o", "/dev/null", "-w", "%{http_code}") != b"200":
                 assert time.monotonic() < deadline_s, fleet.log(name)
                 time.sleep(0.05)
@@ -98,15 +99,35 @@ def test_it_is_given_up_through_another_gateway_as_well(fleet: LeasedFleet) -> N
     assert b"stream_gone" in asked(fleet, "other", have)
 
 
-def test_the_streams_of_a_gateway_that_was_killed_are_out_of_reach_and_then_gone(fleet: LeasedFleet) -> None:
-    have = cut_off(f"{fleet.urls['one']}/v1/completions", "-d", BODY, after_bytes=3_000)
+def test_the_streams_of_a_gateway_that_was_killed_go_on_at_others_byte_for_byte(fleet: LeasedFleet) -> None:
+    have = cut_off(f"{fleet.urls['one']}/v1/completions", "-d", BODY, after_bytes=9_000)
+    other_request = BODY.replace('"x"', '"y"')
+    lost = cut_off(f"{fleet.urls['one']}/v1/completions", "-d", other_request, after_bytes=3_000)
     fleet.kill("one")
     answer = asked(fleet, "other", have)
     # Until its lease is over nobody may say that nothing can come from it any more.
     assert json.loads(answer)["error"]["code"] == "stream_out_of_reach"
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 30
     while b"stream_out_of_reach" in answer:
-        assert time.monotonic() < deadline_s
+        assert time.monotonic() < deadline_s, fleet.log("other")
         time.sleep(0.3)
         answer = asked(fleet, "other", have)
-    assert json.loads(answer)["error"]["code"] == "stream_gone"
+    whole = have + answer
+    assert numbers_in(whole) == list(range(1, len(numbers_in(whole)) + 1))
+    # Each token's text is when it was written.
+    written = [int(at) for at in re.findall(rb'"text":" (\d+)"', whole)]
+    assert (len(written), written) == (150, sorted(set(written)))
+    assert whole.count(b"data: [DONE]\n") == 1
+    # It is a stream of that gateway now, where others find it.
+    token = token_in(have)
+    assert curl(f"{fleet.urls['other']}{STREAMS_PATH}{token}?from=0") == whole
+    assert asked(fleet, "third", have) == answer
+    assert token not in fleet.log("other") + fleet.log("node")
+    # By its name alone, or with another request, nobody gets anything.
+    assert b"stream_gone" in curl(f"{fleet.urls['third']}{STREAMS_PATH}{token_in(lost)}?from=0")
+    assert b"stream_gone" in asked(fleet, "third", lost)
+
+
+def numbers_in(stream: bytes) -> list[int]:
+    """Of its events."""
+    return [int(number) for number in re.findall(rb"^id: .*\.(\d+)$", stream, re.MULTILINE)]

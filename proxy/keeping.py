@@ -1,0 +1,21 @@
+"""What a session is told whose stream is kept. Only values."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .orphans import Origin
+from .permission import Permission
+from .stream import Respond
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """What a session is told whose stream is kept: to whom it speaks, as long as what permits it, and as whose stream.
+
+    `forget`: for nodes, at their base URLs, that keep something of the stream and need not any more.
+    """
+
+    respond: Respond
+    permission: Permission
+    origin: Origin | None = None
+    forget: Callable[[str], None] | None = None
