@@ -11,19 +11,20 @@ from collections.abc import Callable
 from typing import Any
 
 from ...session.marker import FIELD, NAME, KvSource
-from ..guard import patch
+from ..guard import log, patch
 
 _LATE = "midstream_late_hashes"
 
 
 def install() -> None:
     """Hook the making of hashes and what enters blocks by them."""
-    from vllm.v1.core import kv_cache_coordinator
     from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator, KVCacheCoordinator
     from vllm.v1.request import Request
 
-    known = [KVCacheCoordinator, HybridKVCacheCoordinator]
-    if any(_enters_by_itself(owner) for owner in vars(kv_cache_coordinator).values() if owner not in known):
+    known = (KVCacheCoordinator, HybridKVCacheCoordinator)
+    others = [owner for owner in _kinds_of(KVCacheCoordinator) if owner not in known and _enters_by_itself(owner)]
+    if others:
+        log.warning("midstream: %s enters blocks by itself; prompts are hashed at once", others[0].__name__)
         return
     parameters = ("self", "request", "num_computed_tokens")
     hooked = patch(KVCacheCoordinator, "cache_blocks", parameters, _unless_late, needed=False)
@@ -34,8 +35,12 @@ def install() -> None:
         patch(Request, "update_block_hashes", ("self",), _put_off, needed=False)
 
 
-def _enters_by_itself(owner: Any) -> bool:
-    return isinstance(owner, type) and "cache_blocks" in vars(owner)
+def _kinds_of(owner: type) -> list[type]:
+    return [kind for direct in owner.__subclasses__() for kind in (direct, *_kinds_of(direct))]
+
+
+def _enters_by_itself(owner: type) -> bool:
+    return "cache_blocks" in vars(owner)
 
 
 def is_late(request: Any) -> bool:

@@ -106,8 +106,9 @@ def _questions(number: int, tokens: int, engine: EngineKind) -> tuple[list[Quest
         _text("text", story, **most),
         _text("text, sampled", story, temperature=0.7, seed=7 + number, **most),
     ]
+    # Among all words as they are likely, undisturbed runs choose otherwise: in long contexts last bits differ.
     long = [
-        _text("long prompt", f"{number}. {LONG}", temperature=1.0, seed=8 + number, **most),
+        _text("long prompt", f"{number}. {LONG}", temperature=0.7, top_p=0.9, seed=8 + number, **most),
         _text("long prompt, greedy", f"{number + 1000}. {LONG}", **most),
     ]
     return short, [replace(question, alone=True) for question in long]
@@ -249,8 +250,13 @@ async def _kill(
         known = {s["session"] for s in await sidecar.sessions(http)}
         killing: list[asyncio.Task[None]] = []
 
+        begun: set[int] = set()
+        waiting = sum(not question.alone for question in asked)
+
         def at_cut(answer: Answer) -> None:
-            if not killing and len(answer.token_ids) >= CUT_TOKENS:
+            begun.add(id(answer))
+            # An engine that has just started may be late with all of its answers.
+            if not killing and len(answer.token_ids) >= CUT_TOKENS and len(begun) == waiting:
                 killing.append(asyncio.create_task(_lose(engines, kind, triggers, store, known, http)))
 
         got = await _all(http, sidecar.url, asked, INTERRUPTED, at_cut)

@@ -136,6 +136,37 @@ async def test_secrets_stay_where_they_belong_after_the_front_end_is_killed(
         assert not any(other in answer.text.upper() for other in SECRETS if other != secret)
 
 
+async def test_what_a_resumed_session_brought_is_in_the_prefix_cache_once_it_decodes(
+    rig: Rig, http: aiohttp.ClientSession
+) -> None:
+    unheard = completion("A cat that nobody has told a story about sits on the wall. " * 20, max_tokens=80)
+    before = await prefix_hits(rig, http)
+    await rig.interrupted(http, [Case(unheard, COMPLETIONS)], Victim.CORE)
+    last = [s for s in await rig.sidecar.sessions(http) if s["outcomes"]][-1]
+    [url] = [w["url"] for w in await rig.sidecar.workers(http) if w["name"] == last["worker"]]
+    # Its own KV came from the dead worker, and was not looked up.
+    found = (await prefix_hits(rig, http))[url]
+    assert found == before[url]
+    async with http.post(url + COMPLETIONS, json={**unheard, "max_tokens": 1}) as response:
+        prompt_tokens = (await response.json())["usage"]["prompt_tokens"]
+    full = prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+    assert full > BLOCK_TOKENS
+    assert (await prefix_hits(rig, http))[url] == found + full
+
+
+async def prefix_hits(rig: Rig, http: aiohttp.ClientSession) -> dict[str, float]:
+    """Of each worker that answers: how many positions were found in its prefix cache so far."""
+    hits = {}
+    for worker in await rig.sidecar.workers(http):
+        try:
+            async with http.get(f"{worker['url']}/metrics") as response:
+                text = await response.text()
+        except aiohttp.ClientError:
+            continue
+        hits[worker["url"]] = sum(map(float, re.findall(r"(?m)^vllm:prefix_cache_hits_total\{.*\} (\S+)$", text)))
+    return hits
+
+
 def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """OpenAI's way to ask for an object."""
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}

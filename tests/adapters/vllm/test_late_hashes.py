@@ -1,5 +1,6 @@
 """Hashes of a resumed request's blocks come after it decodes again, and until then nobody misses them."""
 
+import gc
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -52,30 +53,17 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         super().cache_blocks(request, num_computed_tokens)
 
 
-class Other(KVCacheCoordinator):
-    """One that nobody knows yet."""
-
-    def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
-        """Enter those that are full."""
-        super().cache_blocks(request, num_computed_tokens)
-
-
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A vLLM of these parts; what is hooked is given back."""
     coordinators, requests = ModuleType("kv_cache_coordinator"), ModuleType("request")
-    vars(coordinators).update(
-        KVCacheCoordinator=KVCacheCoordinator, HybridKVCacheCoordinator=HybridKVCacheCoordinator
-    )  # fmt: skip
+    vars(coordinators).update(KVCacheCoordinator=KVCacheCoordinator, HybridKVCacheCoordinator=HybridKVCacheCoordinator)
     vars(requests).update(Request=Request)
-    core = ModuleType("core")
-    vars(core)["kv_cache_coordinator"] = coordinators
-    for name, module in (("core", core), ("core.kv_cache_coordinator", coordinators), ("request", requests)):
+    for name, module in (("core.kv_cache_coordinator", coordinators), ("request", requests)):
         monkeypatch.setitem(sys.modules, f"vllm.v1.{name}", module)
     for owner in (KVCacheCoordinator, HybridKVCacheCoordinator):
         monkeypatch.setattr(owner, "cache_blocks", owner.cache_blocks)
     monkeypatch.setattr(Request, "update_block_hashes", Request.update_block_hashes)
-    return coordinators
 
 
 def going_on(kv: KvSource = KvSource.HELD, outputs: tuple[int, ...] = (7,)) -> dict[str, Any]:
@@ -85,7 +73,7 @@ def going_on(kv: KvSource = KvSource.HELD, outputs: tuple[int, ...] = (7,)) -> d
 
 @pytest.mark.parametrize("kind", [KVCacheCoordinator, HybridKVCacheCoordinator])
 def test_until_it_catches_up_a_request_that_brings_kv_has_no_hashes_and_no_block_is_entered(
-    engine: ModuleType, kind: type[KVCacheCoordinator]
+    engine: None, kind: type[KVCacheCoordinator]
 ) -> None:
     late_hashes.install()
     coordinator = kind()
@@ -107,19 +95,27 @@ def test_until_it_catches_up_a_request_that_brings_kv_has_no_hashes_and_no_block
     [None, {}, {FIELD: None}, {FIELD: {NAME: 3}}, going_on(KvSource.NONE), going_on(outputs=())],
     ids=["none", "empty", "null", "nonsense", "without KV", "without outputs"],
 )
-def test_others_have_theirs_at_once(engine: ModuleType, arguments: Any) -> None:
+def test_others_have_theirs_at_once(engine: None, arguments: Any) -> None:
     late_hashes.install()
     request = Request("r", 9, arguments)
     assert (request.block_hashes, late_hashes.is_late(request)) == ([0, 1], False)
 
 
-def test_beside_a_coordinator_that_would_miss_them_nothing_is_put_off(engine: ModuleType) -> None:
-    vars(engine)["Other"] = Other
+def test_beside_a_coordinator_that_would_miss_them_nothing_is_put_off(engine: None) -> None:
+    class Other(HybridKVCacheCoordinator):
+        """One that nobody knows yet."""
+
+        def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
+            """Enter those that are full."""
+            super().cache_blocks(request, num_computed_tokens)
+
     late_hashes.install()
     assert Request("r", 9, going_on()).block_hashes == [0, 1]
+    del Other
+    gc.collect()
 
 
-def test_one_catches_up_in_each_step_once_nobody_waits_for_kv_any_more(engine: ModuleType) -> None:
+def test_one_catches_up_in_each_step_once_nobody_waits_for_kv_any_more(engine: None) -> None:
     late_hashes.install()
     requests = {name: Request(name, 9, going_on()) for name in "abc"}
     late = late_hashes.LateOnes()
