@@ -11,7 +11,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from ..proxy.coordinator import Reason
 from ..proxy.server import build_app, make_runner
 from ..session.arena import create_arena
 from ..session.errors import ArenaError, LifelineError, MidstreamError
-from ..session.ids import SessionId
 from ..session.lifeline import create_lifeline, lifeline_of
 from ..session.ports import free_port, is_free
 from ..session.ticket import worker_dir, write_ticket
@@ -38,18 +37,12 @@ from .choice import Tier
 from .config import Listen, Settings
 from .control import Control, serving_control
 from .coordinator import CoordinatorSettings, SidecarCoordinator
-from .drain.drains import Drains
-from .drain.here import Here
-from .drain.node import NodeDrain
-from .drain.room import Rooms
-from .drain.saving import Bring, Saving
-from .drain.worker import WorkerDrain
+from .emptying import Emptying
 from .fleet.record import Record
 from .fleet_access import believer_of, is_in_a_fleet, node_name, node_url, streams_of
-from .fleet_api import fleet_routes, node_record, proving
+from .fleet_api import fleet_routes, node_record
 from .fleet_listener import listen_to_the_fleet
 from .fleet_member import as_member, standing_of
-from .fleet_moves import move_routes
 from .fleet_standing import Standing
 from .fleet_streams import FleetStreams
 from .hang import is_deaf, is_hung
@@ -59,8 +52,6 @@ from .listening import listen
 from .metrics import Metrics
 from .mover.client import MoverClient
 from .mover.memory_map import NAME as MEMORY
-from .notices.opening import open_sources
-from .notices.watching import Watching
 from .parking.journal import Journal
 from .parking.settings import limits_of
 from .parking.workers import Parking
@@ -125,20 +116,16 @@ class _Daemon:
             replicas=self._mover_client if self._replicas is not None else None,
         )
 
-        self._here = Here(self._workers, self._coordinator, self._holder.sizes, settings.arena.slot_count)
-        self._notices = open_sources(settings.drain, settings.fleet)
-        self._drains = Drains(
-            NodeDrain(self._coordinator),
-            self._worker_drain,
-            self._begin_again,
-            within_s=settings.supervise.stop_timeout_s,
+        self._emptying = Emptying(
+            settings, self._workers, self._supervised, self._coordinator, self._metrics, self._holder.sizes
         )
+        self._drains = self._emptying.drains
         self._parking = Parking(
             self._workers,
             self._coordinator,
             Journal(self._state),
             limits=limits_of(settings),
-            drain_of=self._emptying,
+            drain_of=self._emptying.of,
             let_go=lambda pools, epoch: self._release(pools, epoch.arena_path),
         )
 
@@ -200,15 +187,7 @@ class _Daemon:
             shown = f"[{host}]" if ":" in host else host
             _LOG.info("event=listening url=http://%s:%d state_dir=%s", shown, bound, self._state)
             stack.push_async_callback(self._drains.close)
-            if self._notices:
-                node = self._drains.node
-                watching = Watching(
-                    self._notices,
-                    lambda reason: node.order(reason, None),
-                    node.withdraw,
-                    lead_s=self._settings.drain.notice_lead_s,
-                )
-                self._spawn(watching.run(), "notices")
+            self._spawn(self._emptying.obey_notices(), "notices")
             # No new sessions; those that run may end or move, within the time that whoever ordered it gives them.
             await self._drains.node.over()
             _LOG.info("event=stopping sessions=%d", self._coordinator.open_count)
@@ -302,7 +281,7 @@ class _Daemon:
         believer = believer_of(self._settings.fleet)
         if believer is not None and record_now is not None:
             routes += fleet_routes(believer, self._coordinator, record_now)
-            routes += move_routes(proving(believer), self._here, Rooms(), Saving(self._coordinator, self._bring))
+            routes += self._emptying.routes(believer, self._replicas)
         app = build_app(
             self._coordinator,
             proxy_settings(self._settings, self._adapter),
@@ -499,28 +478,7 @@ class _Daemon:
         finally:
             self._checking.discard(epoch.id)
 
-    # ---- sessions that leave
-
-    def _worker_drain(self, name: str) -> WorkerDrain | None:
-        if name not in {worker.name for worker in self._workers.all()}:
-            return None
-        return self._emptying(self._workers.get(name), partial(self._end_worker, name))
-
-    def _emptying(self, worker: Worker, end: Callable[[], Awaitable[None]] | None = None) -> WorkerDrain:
-        """The drain of a worker, which is ended by it, or only emptied."""
-
-        async def stay() -> None:
-            """It is to be parked."""
-
-        return WorkerDrain(
-            worker,
-            self._here,
-            self._coordinator,
-            self._metrics,
-            at_once=self._settings.drain.moves_at_once,
-            short_s=self._settings.drain.short_s,
-            end=end or stay,
-        )
+    # ---- cards
 
     def _watch_cards(self, stack: AsyncExitStack) -> None:
         """See to it that workers leave cards that fail."""
@@ -547,37 +505,6 @@ class _Daemon:
         watch.start()
         stack.push_async_callback(leaving.close)
         stack.push_async_callback(watch.close)
-
-    async def _end_worker(self, name: str) -> None:
-        """A drained worker that midstream has started ends; sessions that it still has are taken over."""
-        supervised = self._supervised.get(name)
-        if supervised is None:
-            return
-        epoch = self._workers.get(name).current
-        if epoch is not None and epoch.sessions:
-            # In good order it would abort them, and give their blocks away.
-            for process in supervised.processes():
-                send(process, signal.SIGKILL)
-        await supervised.stop()
-
-    def _begin_again(self, name: str) -> None:
-        """A worker that a drain has ended takes sessions again, when it is up."""
-        self._workers.get(name).leaving = False
-        self._coordinator.workers_changed()
-        supervised = self._supervised.get(name)
-        if supervised is not None:
-            supervised.start()
-
-    @property
-    def _bring(self) -> Bring | None:
-        replicas = self._replicas
-        if replicas is None:
-            return None
-
-        async def bring(session: SessionId, to: str, within_s: float) -> dict[str, Any]:
-            return await replicas.bring(session, to, within_s=within_s)
-
-        return bring
 
     # ---- mover
 
