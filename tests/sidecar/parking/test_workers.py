@@ -58,7 +58,7 @@ class Node:
         async def stay() -> None: ...
 
         here = Here(self.rig.workers, self.rig.coordinator, lambda pool: None, 8)
-        return WorkerDrain(worker, here, self.rig.coordinator, self.rig.metrics, at_once=4, end=stay)
+        return WorkerDrain(worker, here, self.rig.coordinator, self.rig.metrics, at_once=4, short_s=0, end=stay)
 
     async def _release(self, pools: Any, epoch: Epoch) -> None:
         self.let_go.append(list(pools))
