@@ -1,6 +1,7 @@
-"""Long lists of token ids go to the GPU as arrays, and are the same there."""
+"""Long lists of token ids go to the GPU as arrays, and are the same there; there is memory for them from the start."""
 
 import sys
+import weakref
 from array import array
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from midstream.adapters import guard
-from midstream.adapters.vllm.staging import LONG, of_arrays
+from midstream.adapters.vllm.staging import LONG, PINNED_BYTES, of_arrays, with_room
 
 INT32, INT64, FLOAT = "int32", "int64", "float32"
 
@@ -70,4 +71,34 @@ def test_numbers_that_do_not_fit_are_left_to_the_engine(monkeypatch: pytest.Monk
     given, ids = Given(), [1 << 40] * LONG
     given.bring(ids, device="cuda", dtype=INT32)
     assert given.last is ids
+    assert errors == ["hook"]
+
+
+def test_memory_of_each_size_was_there_once_before_the_first_request() -> None:
+    held: list[object] = []
+    given_back: list[tuple[int, bool, str]] = []
+
+    class Memory:
+        def __init__(self, size: int, *, dtype: str, pin_memory: bool = False, device: str = "cpu") -> None:
+            self.what = (size, pin_memory, device)
+            held.append(self.what)
+            weakref.finalize(self, given_back.append, self.what)
+
+    vars(sys.modules["torch"]).update(uint8="uint8", empty=Memory)
+    assert with_room(lambda engine: f"{engine} warmed up")("engine") == "engine warmed up"
+    pinned = [size for size, is_pinned, device in given_back if is_pinned and device == "cpu"]
+    assert sorted(pinned) == sorted(PINNED_BYTES * 2)
+    assert [device for _, is_pinned, device in given_back if not is_pinned] == ["cuda"] * 2
+    assert len(held) == len(given_back), "all of it was given back"
+
+
+def test_where_there_is_no_memory_left_the_engine_starts_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[str] = []
+    monkeypatch.setattr(guard, "_on_error", [lambda: errors.append("hook")])
+
+    def empty(*asked: object, **more: object) -> None:
+        raise MemoryError("none left")
+
+    vars(sys.modules["torch"]).update(uint8="uint8", empty=empty)
+    assert with_room(lambda engine: "warmed up")("engine") == "warmed up"
     assert errors == ["hook"]
