@@ -26,7 +26,7 @@ from .keeping import Keeping
 from .orphans import LOOK, Adopts, KeptPart, Origin, Orphan, code_of_this
 from .permission import Permits
 from .problems import Problem
-from .reattach_elsewhere import SENT_ON, STREAMS_PATH, AskElsewhere
+from .reattach_elsewhere import OWNER, SENT_ON, STREAMS_PATH, AskElsewhere
 from .settings import ProxySettings
 from .stream_kept import KeptStream, Phase
 from .stream_reader import Over, StreamReader
@@ -73,9 +73,11 @@ class Reattach:
 
     def _keeping(self, stream: KeptStream) -> Keeping:
         owner = self._elsewhere.own_name
-        origin = Origin(stream.token, stream.digest.hex(), owner, code_of_this()) if owner else None
+        if not owner:
+            return Keeping(stream.respond, stream.permission)
+        origin = Origin(stream.token, stream.digest.hex(), owner, code_of_this())
         return Keeping(
-            stream.respond, stream.permission, origin, lambda base_url: self._elsewhere.forget(base_url, stream.token)
+            stream.respond, stream.permission, origin, lambda base_url: self._elsewhere.forget(base_url, origin)
         )
 
     def _run(self, stream: KeptStream, session: Coroutine[Any, Any, web.StreamResponse], held: ExitStack) -> None:
@@ -135,7 +137,7 @@ class Reattach:
         self, request: web.Request, part: KeptPart, session: Session, held: ExitStack
     ) -> web.StreamResponse:
         """Answer a gateway, and keep that for another one."""
-        self._drop_part(part.origin.token)
+        self._drop_part(part.origin.token, None)
         stream = self._new(bytes.fromhex(part.origin.digest), part.origin.token, part=part)
         if stream is None:
             return await session(None)
@@ -147,15 +149,17 @@ class Reattach:
         stream = self._part(part.origin.token)
         if stream is None or stream.part is None or stream.part.session != part.session:
             return _told(problems.not_kept(self._keep_s), request)
+        stream.part = part
         return await self._go_on(request, stream, 0)
 
     def _part(self, token: str) -> KeptStream | None:
         stream = self._streams.get(self._key(token))
         return stream if stream is not None and stream.part is not None and stream.phase is not Phase.AWAITED else None
 
-    def _drop_part(self, token: str) -> None:
+    def _drop_part(self, token: str, owner: str | None) -> None:
+        """What is kept of a gateway's stream goes, if it is that one's (None: whose ever it is)."""
         stream = self._streams.get(self._key(token))
-        if stream is not None and stream.part is not None:
+        if stream is not None and stream.part is not None and owner in (None, stream.part.origin.owner):
             self._drop(stream)
 
     def _look(self, request: web.Request, token: str) -> web.Response:
@@ -228,7 +232,7 @@ class Reattach:
         if found is None and SENT_ON in request.headers:
             # It has proved to come from the fleet.
             if request.method == "DELETE":
-                self._drop_part(token)
+                self._drop_part(token, request.query.get(OWNER, ""))
                 return web.Response(status=204)
             if LOOK in request.headers:
                 return self._look(request, token)

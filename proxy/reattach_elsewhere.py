@@ -17,6 +17,7 @@ from multidict import CIMultiDict
 from . import headers, problems
 from .elsewhere import Elsewhere
 from .fleet import Strangers, shows_certificate
+from .orphans import Origin
 from .passthrough import Passthrough, path_of
 from .problems import Problem
 from .upstream import Upstream, UpstreamLost, target
@@ -25,6 +26,8 @@ _LOG = logging.getLogger("midstream.proxy")
 
 STREAMS_PATH = "/midstream/v1/streams/"
 SENT_ON = "X-Midstream-Sent-On"
+# Of a part of a stream: whose it is.
+OWNER = "owner"
 # What is told beyond that is not: it ends by itself.
 _TELLING_MAX = 1000
 # Whoever has the stream answers at once; one that hangs holds its client for no longer than that.
@@ -70,15 +73,16 @@ class AskElsewhere:
         base_url = await self._elsewhere.base_url_of(prefix)
         return None if base_url is None else await self.ask_at(request, base_url, body)
 
-    def forget(self, base_url: str, token: str) -> None:
+    def forget(self, base_url: str, origin: Origin) -> None:
         """A node need not keep a part of a stream any more. Told once, in the background; else it ends by its time."""
         if len(self._telling) < _TELLING_MAX:
-            task = asyncio.create_task(self._forget(base_url, token), name="forget")
+            task = asyncio.create_task(self._forget(base_url, origin), name="forget")
             self._telling.add(task)
             task.add_done_callback(self._telling.discard)
 
-    async def _forget(self, base_url: str, token: str) -> None:
-        url = target(base_url, STREAMS_PATH + token)
+    async def _forget(self, base_url: str, origin: Origin) -> None:
+        # Whoever had it before has nothing to say of it any more, and may not know that yet.
+        url = target(base_url, f"{STREAMS_PATH}{origin.token}?{OWNER}={origin.owner}")
         sent = CIMultiDict({SENT_ON: self._elsewhere.vouch("DELETE", url.raw_path_qs, b"")})
         with suppress(UpstreamLost, TimeoutError):
             async with asyncio.timeout(_ANSWER_S):

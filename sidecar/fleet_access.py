@@ -64,7 +64,12 @@ def streams_of(standing: Standing | None, settings: Settings) -> FleetStreams | 
     """What a process knows of others' streams; None where it has no fleet, or keeps no streams."""
     if standing is None or settings.proxy.reattach_s <= 0:
         return None
-    return FleetStreams(standing, _prover(credentials_of(settings.fleet)), believer_of(settings.fleet))
+    return FleetStreams(
+        standing,
+        _prover(credentials_of(settings.fleet)),
+        believer_of(settings.fleet),
+        stops_alone=settings.fleet.when_alone == "stop",
+    )
 
 
 def gateway_record(settings: Settings, listening: str, readiness: Callable[[], Readiness]) -> Callable[[], Record]:

@@ -27,9 +27,17 @@ def prefix_of_member(member: MemberId) -> str:
 
 
 class FleetStreams:
-    """What one process knows of the others' streams."""
+    """What one process knows of the others' streams. `stops_alone`: its fence is never open on a guess."""
 
-    def __init__(self, standing: Standing, prover: Prover | None = None, believer: Believer | None = None) -> None:
+    def __init__(
+        self,
+        standing: Standing,
+        prover: Prover | None = None,
+        believer: Believer | None = None,
+        *,
+        stops_alone: bool = False,
+    ) -> None:
+        self._stops_alone = stops_alone
         self._standing = standing
         self._prover = prover
         self._believer = believer
@@ -63,8 +71,8 @@ class FleetStreams:
 
     @property
     def own_name(self) -> str:
-        """Of this life."""
-        return self._standing.id or ""
+        """Of this life; nobody's where it would go on sending when others cannot know that any more."""
+        return (self._standing.id or "") if self._stops_alone else ""
 
     async def base_url_of(self, prefix: str) -> str | None:
         """Where that member takes requests, if it is there."""

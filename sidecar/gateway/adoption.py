@@ -15,7 +15,6 @@ import msgspec
 from yarl import URL
 
 from ...proxy.coordinator import Placement, SessionFacts
-from ...proxy.event_ids import prefix_of
 from ...proxy.orphans import LOOK, KeptPart, Orphan, code_of_this, part_from
 from ...proxy.reattach_elsewhere import SENT_ON, STREAMS_PATH
 from ...session.errors import MidstreamError, Refused
@@ -35,6 +34,7 @@ _ANSWER_BYTES_MAX = 16 << 10
 # Nodes of a search that are asked at the same time, and searches: all clients of a gateway come back at once.
 _AT_ONCE = 8
 _SEARCHES_AT_ONCE = 16
+_SEARCH_S = 20.0
 # The first owner's claim, if it ever had one, is of a lower one.
 _HEIRS = Generation(2)
 
@@ -63,15 +63,20 @@ class Adoption:
 
     async def adopt(self, token: str, digest: str) -> Orphan | str | None:
         """The stream, which is this gateway's from now on; where it is, if another has taken it up; None: nowhere."""
-        async with self._searches:
-            found = await self._found(token)
+        try:
+            async with asyncio.timeout(_SEARCH_S), self._searches:
+                found = await self._found(token)
+        except TimeoutError:
+            raise Refused(
+                "stream_out_of_reach", "too many streams are looked for; ask again", retry_after_s=2
+            ) from None
         if found is None:
             return None
         node, part = found
         if part.origin.digest != digest or part.origin.code != code_of_this() or part.origin.token != token:
             return None
         owner = _member(part.origin.owner)
-        if owner is None or prefix_of_member(owner) != prefix_of(token):
+        if owner is None:
             return None
         answer = await self._claimed(part, owner)
         if answer.verdict is Verdict.WON:

@@ -133,6 +133,8 @@ async def test_a_token_tells_who_drew_it_and_nobody_else_is_asked_for_it() -> No
     token = new_token(secrets.token_bytes(16), streams.own_prefix)
     assert is_token(token)
     assert str(standing.id).endswith(prefix_of(token))
+    # What a process says for as long as nobody tells it otherwise, nobody else may go on with.
+    assert (streams.own_name, FleetStreams(standing, stops_alone=True).own_name) == ("", standing.id)
     other = MemberId("b.10s.00112233445566ff")
     streams.take(Picture({other: Member(other, Record("b", Role.GATEWAY, "https://b:8843/x/"))}))
     assert await streams.base_url_of("00112233445566ff") == "https://b:8843/x"

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ pytestmark = [
 BODY = json.dumps(
     {"model": "bench", "prompt": "x", "temperature": 0, "stream": True, "max_tokens": 150, "bench_gap_s": 0.02}
 )
-KEPT = {"proxy.reattach_s": 30}
+KEPT = {"proxy.reattach_s": 30, "fleet.when_alone": "stop"}
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +70,10 @@ def token_in(events: bytes) -> str:
     return found[1].decode()
 
 
-def asked(fleet: LeasedFleet, name: str, have: bytes) -> bytes:
+def asked(fleet: LeasedFleet, name: str, have: bytes, body: str = BODY) -> bytes:
     """The same request again, at whichever that is."""
     last = f"Last-Event-ID: {token_in(have)}.{position_in(have)}"
-    return curl(f"{fleet.urls[name]}/v1/completions", "-d", BODY, "-H", last)
+    return curl(f"{fleet.urls[name]}/v1/completions", "-d", body, "-H", last)
 
 
 def test_the_stream_of_one_gateway_goes_on_at_another_byte_for_byte(fleet: LeasedFleet) -> None:
@@ -99,25 +100,37 @@ def test_it_is_given_up_through_another_gateway_as_well(fleet: LeasedFleet) -> N
     assert b"stream_gone" in asked(fleet, "other", have)
 
 
+def test_a_gateway_that_was_stopped_says_nothing_more_of_a_stream_that_another_has_taken_up(fleet: LeasedFleet) -> None:
+    long = BODY.replace("150", "600")
+    with subprocess.Popen(
+        ["curl", "-sN", f"{fleet.urls['third']}/v1/completions", "-d", long], stdout=subprocess.PIPE
+    ) as client:
+        assert client.stdout is not None
+        first = client.stdout.read(9_000)
+        fleet.signal("third", signal.SIGSTOP)
+        have = whole_events(first)
+        answer = until_reached(fleet, "other", have, long)
+        fleet.signal("third", signal.SIGCONT)
+        rest, code = client.stdout.read(), client.wait(20)
+    whole = have + answer
+    require_every_token_once(whole, 600)
+    # It was broken off: what it had said before is a beginning of the one stream, and no end of it.
+    assert code != 0
+    assert whole.startswith(whole_events(first + rest))
+    assert b"[DONE]" not in rest
+    assert len(first + rest) < len(whole)
+
+
 def test_the_streams_of_a_gateway_that_was_killed_go_on_at_others_byte_for_byte(fleet: LeasedFleet) -> None:
     have = cut_off(f"{fleet.urls['one']}/v1/completions", "-d", BODY, after_bytes=9_000)
     other_request = BODY.replace('"x"', '"y"')
     lost = cut_off(f"{fleet.urls['one']}/v1/completions", "-d", other_request, after_bytes=3_000)
     fleet.kill("one")
-    answer = asked(fleet, "other", have)
     # Until its lease is over nobody may say that nothing can come from it any more.
-    assert json.loads(answer)["error"]["code"] == "stream_out_of_reach"
-    deadline_s = time.monotonic() + 30
-    while b"stream_out_of_reach" in answer:
-        assert time.monotonic() < deadline_s, fleet.log("other")
-        time.sleep(0.3)
-        answer = asked(fleet, "other", have)
+    assert json.loads(asked(fleet, "other", have))["error"]["code"] == "stream_out_of_reach"
+    answer = until_reached(fleet, "other", have)
     whole = have + answer
-    assert numbers_in(whole) == list(range(1, len(numbers_in(whole)) + 1))
-    # Each token's text is when it was written.
-    written = [int(at) for at in re.findall(rb'"text":" (\d+)"', whole)]
-    assert (len(written), written) == (150, sorted(set(written)))
-    assert whole.count(b"data: [DONE]\n") == 1
+    require_every_token_once(whole, 150)
     # It is a stream of that gateway now, where others find it.
     token = token_in(have)
     assert curl(f"{fleet.urls['other']}{STREAMS_PATH}{token}?from=0") == whole
@@ -126,6 +139,25 @@ def test_the_streams_of_a_gateway_that_was_killed_go_on_at_others_byte_for_byte(
     # By its name alone, or with another request, nobody gets anything.
     assert b"stream_gone" in curl(f"{fleet.urls['third']}{STREAMS_PATH}{token_in(lost)}?from=0")
     assert b"stream_gone" in asked(fleet, "third", lost)
+
+
+def until_reached(fleet: LeasedFleet, name: str, have: bytes, body: str = BODY) -> bytes:
+    """The rest of a stream, from a gateway that has to find it first."""
+    deadline_s = time.monotonic() + 40
+    while True:
+        answer = asked(fleet, name, have, body)
+        if b"stream_out_of_reach" not in answer:
+            return answer
+        assert time.monotonic() < deadline_s, fleet.log(name)
+        time.sleep(0.3)
+
+
+def require_every_token_once(stream: bytes, count: int) -> None:
+    """It is whole, under numbers without a gap. Each token's text is when it was written."""
+    assert numbers_in(stream) == list(range(1, len(numbers_in(stream)) + 1))
+    written = [int(at) for at in re.findall(rb'"text":" (\d+)"', stream)]
+    assert (len(written), written) == (count, sorted(set(written)))
+    assert stream.count(b"data: [DONE]\n") == 1
 
 
 def numbers_in(stream: bytes) -> list[int]:
