@@ -35,8 +35,9 @@ def install() -> None:
         patch(Request, "update_block_hashes", ("self",), _put_off, needed=False)
 
 
-def _kinds_of(owner: type) -> list[type]:
-    return [kind for direct in owner.__subclasses__() for kind in (direct, *_kinds_of(direct))]
+def _kinds_of(owner: type[Any]) -> list[type[Any]]:
+    direct: list[type[Any]] = owner.__subclasses__()
+    return [*direct, *(kind for one in direct for kind in _kinds_of(one))]
 
 
 def _enters_by_itself(owner: type) -> bool:
