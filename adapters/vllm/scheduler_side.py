@@ -4,7 +4,6 @@ Owns the arena writer of this engine and what is known of each marked request. A
 core's one thread; connector.py guards them. Copies nothing and waits for nothing.
 """
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,21 +16,18 @@ from ...session.commits import following
 from ...session.ids import SessionId
 from ...session.marker import KvSource, Marker
 from ...session.records import LoadState
-from ..guard import count_errors_with, guarded, log, report
+from ..guard import count_errors_with, guarded, report
 from ..plugin_settings import PluginSettings
 from ..prompt import prompt_hash
 from .generators import draws_are_known
 from .identity import facts_of
+from .in_place import InPlace
 from .late_hashes import LateOnes, catch_up
 from .loads import Load, StepMeta
 from .lora import session_hash
 from .quarantine import Quarantine
-from .reservations import Reservations
 
 FINISHES = ("stop", "length", "abort")
-RESERVATION_CHECK_S = 1.0
-# Longer than any session waits for its worker: blocks of those who never come are the engine's capacity.
-RESERVED_S_MAX = 1200.0
 
 
 class Phase(Enum):
@@ -76,12 +72,9 @@ class SchedulerSide:
         self._tracked: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         self._loading: dict[str, tuple[SlotWriter, tuple[int, ...]]] = {}
-        self._block_pool: Any = None
         self._quarantine: Quarantine | None = None
         self._ended_in_step: list[Tracked] | None = None
-        self._reservations: Reservations | None = None
-        self._reservations_checked_s = 0.0
-        self._reserved_until_s = 0.0
+        self._in_place: InPlace | None = None
         self.facts, self._adopted = facts_of(settings, vllm_config, kv_cache_config)
         self._arena.publish(self.facts)
         self._has_ranks = len(self.facts["pools"]) > 1
@@ -92,25 +85,11 @@ class SchedulerSide:
 
     def bind_block_pool(self, block_pool: Any) -> None:
         """Called once, before the first request: reserve the blocks of sessions that may come back in place."""
-        self._block_pool = block_pool
         self._quarantine = Quarantine(block_pool)
-        if self._settings.adopt is None or not self._adopted:
-            return
-        from ...session.arena import ArenaReader, SlotState
-
-        reader = ArenaReader(self._settings.adopt)
-        try:
-            newest = {}
-            for slot in sorted(reader.slots(), key=lambda s: s.generation):
-                if slot.state is SlotState.LIVE and reader.kv_len(slot):
-                    newest[slot.session] = reader.table(slot).blocks
-        finally:
-            reader.close()
-        self._reservations = Reservations(block_pool, newest)
-        self._reserved_until_s = time.monotonic() + RESERVED_S_MAX
-        for _ in range(self._reservations.lost):
-            self._arena.count(Counter.RESERVATIONS_LOST)
-        log.info("midstream: adopted pool, blocks of %d sessions reserved", len(self._reservations))
+        if self._settings.adopt is not None and self._adopted:
+            self._in_place = InPlace(
+                block_pool, self._settings.adopt, lambda: self._arena.count(Counter.RESERVATIONS_LOST)
+            )
 
     # ---- requests coming in
 
@@ -154,8 +133,9 @@ class SchedulerSide:
             return 0, False
         if tracked.marker.resume is not None and tracked.marker.resume.kv is KvSource.IN_PLACE:
             count = -(-tokens // self._block_tokens)
-            if self._reservations is None or not self._reservations.offer(tracked.session, count):
+            if self._in_place is None:
                 self._arena.count(Counter.RESERVATIONS_LOST)
+            if self._in_place is None or not self._in_place.offer(tracked.session, count):
                 self._without_kv(tracked)
                 return 0, False
         tracked.phase = Phase.OFFERED
@@ -167,20 +147,17 @@ class SchedulerSide:
         vLLM's queue stops at the first request that there is no room for. The room is in the reserved blocks, and those
         they are reserved for may stand behind it: neither would ever move.
         """
-        if self._reservations is None or self._block_pool is None:
+        in_place = self._in_place
+        if in_place is None or not in_place.is_short_of(-(-request.num_tokens // self._block_tokens)):
             return False
-        if -(-request.num_tokens // self._block_tokens) <= self._block_pool.get_num_free_blocks():
-            return False
-        return any(t.phase is Phase.FRESH and self._reservations.table(t.session) for t in self._tracked.values())
+        return any(t.phase is Phase.FRESH and in_place.holds(t.session) for t in self._tracked.values())
 
     def allocated(self, request: Any, block_ids: list[int], external_tokens: int) -> None:
         """The scheduler made room for the positions that `matched` promised."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.phase is not Phase.OFFERED or external_tokens <= 0:
             return
-        in_place = self._reservations is not None and self._reservations.table(tracked.session) is not None
-        if in_place and self._reservations is not None:
-            in_place = self._reservations.settle(tracked.session, block_ids)
+        in_place = self._in_place is not None and self._in_place.settle(tracked.session, block_ids)
         tracked.phase = Phase.LOADING
         tracked.slot.set_blocks(block_ids)
         tracked.given = block_ids
@@ -220,15 +197,17 @@ class SchedulerSide:
                 self._without_kv(tracked)
             else:
                 tracked.phase = Phase.LOADED
-                if self._reservations is not None:
-                    self._reservations.release(tracked.session)
+                self._release(tracked)
 
     def _without_kv(self, tracked: Tracked) -> None:
         tracked.phase = Phase.WITHOUT_KV
         catch_up(tracked.request)
         tracked.slot.report(LoadState.FAILED, 0, 0)
-        if self._reservations is not None:
-            self._reservations.release(tracked.session)
+        self._release(tracked)
+
+    def _release(self, tracked: Tracked) -> None:
+        if self._in_place is not None:
+            self._in_place.release(tracked.session)
 
     # ---- each step
 
@@ -305,21 +284,10 @@ class SchedulerSide:
             tracked.slot.report(LoadState.FAILED, 0, again)
 
     def _keep_reservations(self) -> None:
-        if self._reservations is None:
-            return
-        for session in self._reservations.withdraw():
+        for session in self._in_place.step() if self._in_place is not None else ():
             for tracked in self._tracked.values():
                 if tracked.session == session and tracked.phase is Phase.OFFERED:
                     tracked.request.skip_reading_prefix_cache = True
-        now = time.monotonic()
-        if now - self._reservations_checked_s < RESERVATION_CHECK_S:
-            return
-        self._reservations_checked_s = now
-        # The sidecar removes the old arena when none of its sessions can come back any more; if it died, nobody does.
-        over = now > self._reserved_until_s
-        if over or (self._settings.adopt is not None and not self._settings.adopt.exists()):
-            self._reservations.release_all()
-            self._reservations = None
 
     def step_begins(self) -> None:
         """The scheduler is about to take a step's results in; requests that end now end after their last tokens."""
@@ -359,8 +327,7 @@ class SchedulerSide:
         if self._tracked.pop(tracked.request.request_id, None) is None:
             return
         tracked.slot.finish(reason if reason in FINISHES else "error")
-        if self._reservations is not None:
-            self._reservations.release(tracked.session)
+        self._release(tracked)
 
 
 def _has_more_than_tokens(request: Any) -> bool:
