@@ -5,6 +5,7 @@ coordinator hears of each takeover's success at most once, and of the session's 
 workers die before they bring it on is given up long before one that gets on. It reads and writes no streams.
 """
 
+import asyncio
 import time
 from collections.abc import Sequence
 
@@ -36,6 +37,8 @@ class Failover:
         self._since_s: float | None = None
         self._ended = False
         self._permission: Permission | None = None
+        self._is_recorded = False
+        self._recording: asyncio.Task[bool] | None = None
         self._gaps_s: list[float] = []
         # What nodes have told of takeovers among their own workers.
         self._inner_count = 0
@@ -46,9 +49,13 @@ class Failover:
         """Whether a takeover is under way whose first new token has not been sent."""
         return self._since_s is not None
 
-    def goes_by(self, permission: Permission | None) -> None:
-        """Who may not send anything of a session takes it up nowhere either: another one may have it."""
+    def goes_by(self, permission: Permission | None, *, recorded: bool = False) -> None:
+        """Who may not send anything of a session takes it up nowhere either: another one may have it.
+
+        `recorded`: another one could, and is to know the session's owner.
+        """
         self._permission = permission
+        self._is_recorded = recorded
 
     def begins_with_takeover(self) -> None:
         """The session's first placement is one that goes on from what another session had."""
@@ -78,7 +85,17 @@ class Failover:
         self._judge(last, reason, text, delivered, unseen=unseen)
         if reason is Reason.MISMATCH:
             self._coordinator.mismatched(self._facts, last, text)
-        return await self._coordinator.take_over(self._facts, last, reason, delivered, unseen=unseen)
+        placement = await self._coordinator.take_over(self._facts, last, reason, delivered, unseen=unseen)
+        if self._permission is not None and self._is_recorded:
+            # While the next owner is on its way to its first token.
+            self._stop_recording()
+            self._recording = asyncio.create_task(self._permission.record(placement.marker.generation))
+        return placement
+
+    def _stop_recording(self) -> None:
+        if self._recording is not None:
+            self._recording.cancel()
+            self._recording = None
 
     def _judge(self, last: Placement, reason: Reason, text: str, delivered: Sequence[int], *, unseen: bool) -> None:
         """Whether the session has got on with its last owner; Refused where it is most likely what kills them."""
@@ -102,6 +119,8 @@ class Failover:
     async def settled(self, placement: Placement) -> None:
         """Returns when what the new owner computes may be sent. Raises Refused."""
         await self._coordinator.settled(self._facts, placement)
+        if self._recording is not None and not await self._recording:
+            raise Refused(NO_LEASE, "this process has lost its lease, and with it the session", retry_after_s=1)
 
     def journaled(self, placement: Placement) -> int:
         """How many tokens the worker has written, as far as is known."""
@@ -148,4 +167,5 @@ class Failover:
         """The session is over."""
         if not self._ended:
             self._ended = True
+            self._stop_recording()
             self._coordinator.ended(self._facts, ending, tokens)

@@ -44,6 +44,8 @@ class Generation:
     of_gateway: bool = False
     # The stream that its answer becomes, where another gateway could go on with it.
     origin: Origin | None = None
+    # Whether nothing of that stream was said before.
+    is_new: Callable[[], bool] = bool
     # Tells a node, at its base URL, that nothing of this is to be kept.
     forget: Callable[[str], None] | None = None
 
@@ -73,13 +75,13 @@ class Generation:
 
     def _origin_for(self, placement: Placement) -> Origin | None:
         """Of what a second node writes, that has only the rest, nobody could make the same stream."""
-        if self.origin is None or not placement.is_node or placement.marker.resume is not None:
+        if self.origin is None or not placement.is_node or placement.marker.resume is not None or not self.is_new():
             return None
         return replace(self.origin, adopts=placement.adopts)
 
     def left(self, placement: Placement) -> None:
         """The node's answer is not wanted any more: it is not to be kept there for another gateway."""
-        if self.forget is not None and self._origin_for(placement) is not None:
+        if self.forget is not None and placement.is_node:
             self.forget(placement.base_url)
 
     def _policy_at_node(self) -> str:

@@ -12,10 +12,12 @@ from .stream import Respond
 class Keeping:
     """What a session is told whose stream is kept: to whom it speaks, as long as what permits it, and as whose stream.
 
-    `forget`: for nodes, at their base URLs, that keep something of the stream and need not any more.
+    `is_new`: nothing of it has been said. `forget`: for nodes, at their base URLs, that keep something of the stream
+    and need not any more.
     """
 
     respond: Respond
     permission: Permission
     origin: Origin | None = None
+    is_new: Callable[[], bool] = bool
     forget: Callable[[str], None] | None = None

@@ -28,8 +28,19 @@ class Permission(Protocol):
         """Returns once they may be written, or False: never, or not within any time that a client would wait."""
         ...
 
-    def cover(self, sessions: Iterable[SessionId], *, claimed: bool = False) -> None:
-        """The stream's tokens are those of these sessions, which were another's where they are `claimed`."""
+    def cover(self, sessions: Iterable[SessionId], *, claimed: int = 0) -> None:
+        """The stream's tokens are those of these sessions, which were another's where they are `claimed`.
+
+        That is the generation under which they are.
+        """
+        ...
+
+    async def record(self, generation: int) -> bool:
+        """Have the fleet know under which generation the sessions go on, before anything of it is sent.
+
+        So whoever takes them up from this process never does with what an owner before that one had. False when this
+        process may not send any more.
+        """
         ...
 
     def ended(self) -> None:
@@ -58,8 +69,12 @@ class Always:
         """At once."""
         return True
 
-    def cover(self, sessions: Iterable[SessionId], *, claimed: bool = False) -> None:
+    def cover(self, sessions: Iterable[SessionId], *, claimed: int = 0) -> None:
         """Whose they are is nobody's question."""
+
+    async def record(self, generation: int) -> bool:
+        """Nobody wants to know."""
+        return True
 
     def ended(self) -> None:
         """Nothing was held."""

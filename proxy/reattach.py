@@ -48,7 +48,6 @@ class Reattach:
         self, settings: ProxySettings, elsewhere: AskElsewhere, permits: Permits, adopts: Adopts | None = None
     ) -> None:
         self._adopts = adopts
-        self._adopting: set[bytes] = set()
         self._keep_s = settings.reattach_s
         self._streams_max = settings.reattach_streams_max
         self._elsewhere = elsewhere
@@ -77,7 +76,11 @@ class Reattach:
             return Keeping(stream.respond, stream.permission)
         origin = Origin(stream.token, stream.digest.hex(), owner, code_of_this())
         return Keeping(
-            stream.respond, stream.permission, origin, lambda base_url: self._elsewhere.forget(base_url, origin)
+            stream.respond,
+            stream.permission,
+            origin,
+            is_new=lambda: stream.log.last == 0,
+            forget=lambda base_url: self._elsewhere.forget(base_url, origin),
         )
 
     def _run(self, stream: KeptStream, session: Coroutine[Any, Any, web.StreamResponse], held: ExitStack) -> None:
@@ -98,8 +101,11 @@ class Reattach:
             either: set[asyncio.Future[Any]] = {task, stream.opened}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
-            # Nobody knows the stream's name.
-            self._drop(stream)
+            if first:
+                # Nobody knows the stream's name.
+                self._drop(stream)
+            else:
+                stream.timer = asyncio.get_running_loop().call_later(self._keep_s, self._drop, stream)
             raise
         if stream.phase is Phase.AWAITED:
             return await task
@@ -175,28 +181,28 @@ class Reattach:
         self, request: web.Request, token: str, position: int, body: bytes, heir: Heir, held: ExitStack
     ) -> web.StreamResponse:
         """Go on with a stream whose gateway is no more, or say where it is."""
-        key = self._key(token)
         gone = _told(problems.not_kept(self._keep_s), request)
         if self._adopts is None or SENT_ON in request.headers:
             return gone
-        if key in self._adopting or key in self._streams:
+        if self._key(token) in self._streams:
             # Its client comes back twice before the first answer.
             return _told(problems.out_of_reach(), request)
         digest = _digest(request, body)
-        self._adopting.add(key)
+        stream = self._new(digest, token, behind=position)
+        if stream is None:
+            return gone
+        found: Orphan | str | None = None
         try:
             found = await self._adopts.adopt(token, digest.hex())
-            if isinstance(found, str):
-                return await self._elsewhere.ask_at(request, found, body)
-            stream = None if found is None else self._new(digest, token, behind=position)
-            if found is None or stream is None:
-                return gone
-            stream.permission.cover((found.session,), claimed=True)
-            self._run(stream, heir(self._keeping(stream), found), held)
         except Refused as error:
             return _told(problems.refused(error), request)
         finally:
-            self._adopting.discard(key)
+            if not isinstance(found, Orphan):
+                self._drop(stream)
+        if not isinstance(found, Orphan):
+            return gone if found is None else await self._elsewhere.ask_at(request, found, body)
+        stream.permission.cover((found.session,), claimed=found.generation)
+        self._run(stream, heir(self._keeping(stream), found), held)
         return await self._answer(request, stream, position, first=False)
 
     # ---- those who come back

@@ -198,7 +198,6 @@ class Sessions:
         )  # fmt: skip
         try:
             generation = _traceable(self._generation(request, facts, request.raw_path), keeping)
-            generation.failover.goes_by(keeping.permission)
             placement = adopts.place(facts, orphan)
             return await StreamHandler(generation, keeping.respond).run(placement)
         except Refused as error:
@@ -336,7 +335,8 @@ def _traceable(generation: Generation, keeping: Keeping | None) -> Generation:
         return generation
     if generation.facts.exact_obstacle:
         return generation
-    return replace(generation, origin=keeping.origin, forget=keeping.forget)
+    generation.failover.goes_by(keeping.permission, recorded=True)
+    return replace(generation, origin=keeping.origin, is_new=keeping.is_new, forget=keeping.forget)
 
 
 def _require_permission(permission: Permission | None) -> None:

@@ -22,8 +22,7 @@ _LOG = logging.getLogger("midstream.fleet")
 # All streams of a process ask at once after it has joined again.
 _CLAIMS_AT_ONCE = 16
 _ASK_AGAIN_S = 0.5
-# A process takes itself up; of claims of its own no other generation is ever asked for.
-_OWN = Generation(1)
+_FIRST = Generation(1)
 
 
 class Standing:
@@ -81,12 +80,12 @@ class Standing:
             await changed.wait()
         return None
 
-    async def claimed(self, membership: Membership, session: SessionId, lost: MemberId) -> bool:
+    async def claimed(self, membership: Membership, session: SessionId, generation: Generation, lost: MemberId) -> bool:
         """Whether a session is this process' still. Raises LeaseLost; waits while the service does not say."""
         while True:
             try:
                 async with self._asking:
-                    answer = await membership.claim(session, _OWN, lost)
+                    answer = await membership.claim(session, generation, lost)
             except LeaseLost:
                 raise
             except CoordinationError:
@@ -95,6 +94,18 @@ class Standing:
             if answer.verdict is not Verdict.NOT_OVER:
                 return answer.verdict is Verdict.WON
             await asyncio.sleep(_ASK_AGAIN_S)
+
+    async def recorded(self, membership: Membership, session: SessionId, generation: Generation) -> None:
+        """The service knows under which generation this process has a session. Raises LeaseLost; else waits."""
+        while True:
+            try:
+                async with self._asking:
+                    await membership.give(session, generation, membership.id)
+                return
+            except LeaseLost:
+                raise
+            except CoordinationError:
+                await asyncio.sleep(_ASK_AGAIN_S)
 
     def release(self, membership: Membership, sessions: Iterable[SessionId]) -> None:
         """These sessions are over."""
@@ -129,15 +140,31 @@ class Life:
         self._wait_s = wait_s
         self._sessions: tuple[SessionId, ...] = ()
         self._has_claims = False
+        self._generation = _FIRST
         self._taking = asyncio.Lock()
         self.is_over = False
         # Asked for each token: without a call in between.
         self.may_send = membership.may_send
 
-    def cover(self, sessions: Iterable[SessionId], *, claimed: bool = False) -> None:
+    def cover(self, sessions: Iterable[SessionId], *, claimed: int = 0) -> None:
         """The stream's tokens are those of these sessions."""
         self._sessions = tuple(sessions)
-        self._has_claims = self._has_claims or claimed
+        if claimed:
+            self._has_claims, self._generation = True, Generation(claimed)
+
+    async def record(self, generation: int) -> bool:
+        """Have the service know it. What it does not say is asked again, for as long as anything may be sent at all."""
+        self._has_claims, self._generation = True, Generation(generation)
+        while await self.opened():
+            membership = self._membership
+            try:
+                for session in self._sessions:
+                    await self._standing.recorded(membership, session, self._generation)
+                return True
+            except LeaseLost:
+                # The next life claims them under that generation.
+                continue
+        return False
 
     async def opened(self) -> bool:
         """Returns once its tokens may be sent, or False: they are another's, or nobody has said so for too long."""
@@ -164,7 +191,7 @@ class Life:
             self._has_claims = True
             try:
                 for session in self._sessions:
-                    if not await self._standing.claimed(following, session, lost.id):
+                    if not await self._standing.claimed(following, session, self._generation, lost.id):
                         _LOG.warning("event=session_taken session=%s former=%s", session, lost.id)
                         self.is_over = True
                         return

@@ -59,7 +59,11 @@ class FleetStreams:
 
     def take(self, picture: Picture) -> None:
         """Who is there now. Who only fades may still have what its clients lack."""
-        self._urls = {prefix_of_member(member.id): member.record.url.rstrip("/") for member in picture.members.values()}
+        self._urls = {}
+        for member in picture.members.values():
+            if member.id != self._standing.id:
+                lives = (member.id, member.record.formerly)
+                self._urls |= {prefix_of_member(id): member.record.url.rstrip("/") for id in lives if id is not None}
 
     # ---- asked by the proxy
 

@@ -1,9 +1,10 @@
 """Finds streams whose gateway is no more at the nodes that keep them, and claims their sessions.
 
 Owns the search and the claim. Invariants: nobody goes on with a stream whose gateway is not known to be over, nor with
-one that another gateway has claimed; a stream is asked for by its digest, so who has its name alone gets nothing; each
-node is asked once, for a bounded time, and a service that is silent is a refusal and no guess. How a stream is made
-again of what its node kept is the proxy's (`proxy/orphans.py`).
+one that another gateway has claimed, nor with what a node kept of a session that went on elsewhere since; a stream is
+asked for by its digest, so who has its name alone gets nothing; each node is asked once, for a bounded time, and a
+service that is silent is a refusal and no guess. How a stream is made again of what its node kept is the proxy's
+(`proxy/orphans.py`).
 """
 
 import asyncio
@@ -35,8 +36,6 @@ _ANSWER_BYTES_MAX = 16 << 10
 _AT_ONCE = 8
 _SEARCHES_AT_ONCE = 16
 _SEARCH_S = 20.0
-# The first owner's claim, if it ever had one, is of a lower one.
-_HEIRS = Generation(2)
 
 
 class Adoption:
@@ -67,9 +66,7 @@ class Adoption:
             async with asyncio.timeout(_SEARCH_S), self._searches:
                 found = await self._found(token)
         except TimeoutError:
-            raise Refused(
-                "stream_out_of_reach", "too many streams are looked for; ask again", retry_after_s=2
-            ) from None
+            raise _out_of_reach("too many streams are looked for at the same time") from None
         if found is None:
             return None
         node, part = found
@@ -79,6 +76,8 @@ class Adoption:
         if owner is None:
             return None
         answer = await self._claimed(part, owner)
+        if answer is None:
+            return None
         if answer.verdict is Verdict.WON:
             _LOG.info("event=adopted session=%s node=%s former=%s", part.session, node, owner)
             return Orphan(part.origin, part.session, part.generation, part.seed, node)
@@ -86,7 +85,7 @@ class Adoption:
             url = await self._streams.base_url_of(prefix_of_member(answer.holder.owner))
             if url is not None:
                 return url
-        raise Refused("stream_out_of_reach", f"{owner} may have the stream still; ask again", retry_after_s=2)
+        raise _out_of_reach(f"{owner} may have the stream still")
 
     def place(self, facts: SessionFacts, orphan: Orphan) -> Placement:
         """At the node that has it."""
@@ -116,20 +115,22 @@ class Adoption:
             _LOG.info("event=not_asked node=%s error=%s", node.id, error or "it does not answer")
             return None
 
-    async def _claimed(self, part: KeptPart, owner: MemberId) -> ClaimAnswer:
+    async def _claimed(self, part: KeptPart, owner: MemberId) -> ClaimAnswer | None:
+        """What comes of the claim; None where the session had a later owner than the one that has kept this."""
         membership = self._standing.membership
         if membership is None:
-            raise Refused(
-                "stream_out_of_reach", "this gateway has no place in its fleet yet; ask again", retry_after_s=2
-            )
+            raise _out_of_reach("this gateway has no place in its fleet yet")
         try:
-            return await membership.claim(part.session, _HEIRS, owner)
+            held = await self._standing.coordination.holder(part.session)
+            if held is not None and held.generation > part.generation:
+                return None
+            return await membership.claim(part.session, Generation(part.generation), owner)
         except MidstreamError as error:
-            raise Refused(
-                "stream_out_of_reach",
-                f"who has the stream cannot be found out now ({error}); ask again",
-                retry_after_s=2,
-            ) from error
+            raise _out_of_reach(f"who has the stream cannot be found out now ({error})") from error
+
+
+def _out_of_reach(why: str) -> Refused:
+    return Refused("stream_out_of_reach", f"{why}; ask again", retry_after_s=2)
 
 
 def _newest(answers: Iterable[tuple[str, KeptPart]]) -> tuple[str, KeptPart] | None:

@@ -16,10 +16,11 @@ from midstream.sidecar.fleet.presence import Presence
 from midstream.sidecar.fleet.proof import SecretBeliever, SecretProver
 from midstream.sidecar.fleet.record import MemberId, Record, Role
 from midstream.sidecar.fleet_standing import Life, Standing
-from midstream.sidecar.fleet_streams import FleetStreams
+from midstream.sidecar.fleet_streams import FleetStreams, prefix_of_member
 
 SECRET = b"of this fleet, and of no other 0"
 SESSION, FREE = SessionId("5" * 32), SessionId("6" * 32)
+FORMER = MemberId("b.10s.ffeeddccbbaa9988")
 NODE = Record("a", Role.NODE, "http://a:1/")
 
 
@@ -155,8 +156,12 @@ async def test_pictures_are_followed_while_it_runs() -> None:
     standing, presence = await joined(fleet)
     streams = FleetStreams(standing)
     async with streams.following(), asyncio.timeout(5):
-        while await streams.base_url_of(streams.own_prefix) != "http://a:1":  # noqa: ASYNC110
+        other = await fleet.join(Record("b", Role.NODE, "http://b:1/", formerly=FORMER), 10)
+        while await streams.base_url_of(prefix_of_member(other.id)) != "http://b:1":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+        # One that joined again has what it had; and nobody asks itself.
+        assert await streams.base_url_of(prefix_of_member(FORMER)) == "http://b:1"
+        assert await streams.base_url_of(streams.own_prefix) is None
     await presence.close()
     await standing.close()
 

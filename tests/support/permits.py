@@ -14,6 +14,9 @@ class Life:
         self.asked = 0
         self.ends = 0
         self.sessions: list[SessionId] = []
+        self.recorded: list[int] = []
+        self.may_record = asyncio.Event()
+        self.may_record.set()
         self.is_over = False
         self._may = True
         self._changed = asyncio.Event()
@@ -32,9 +35,15 @@ class Life:
             await self._changed.wait()
         return False
 
-    def cover(self, sessions: Iterable[SessionId], *, claimed: bool = False) -> None:
+    def cover(self, sessions: Iterable[SessionId], *, claimed: int = 0) -> None:
         """Note whose they are."""
         self.sessions += sessions
+
+    async def record(self, generation: int) -> bool:
+        """Note it, when the test lets it be known."""
+        await self.may_record.wait()
+        self.recorded.append(generation)
+        return not self.is_over
 
     def ended(self) -> None:
         """Note it."""
