@@ -18,7 +18,7 @@ from midstream.sidecar.replicas.chain import LIMIT_S, PATIENCE_S, PAUSE_S, Chain
 from midstream.sidecar.replicas.contract import Refusal, ReplicaError
 from midstream.sidecar.replicas.credentials import CredentialFiles, read_credentials
 from midstream.sidecar.replicas.keeper import ReplicasKeeper
-from midstream.sidecar.replicas.remotes import Kind, Means, check_means, parse_remotes
+from midstream.sidecar.replicas.remotes import Kind, Means, check_means, parse_remotes, peer_at
 from support.peers import make_fleet
 
 SESSION = SessionId("5" * 32)
@@ -225,3 +225,10 @@ def test_stores_that_all_say_nothing_are_waited_for_for_less_than_a_restore_wait
     finally:
         silent.gone.set()
         another.gone.set()
+
+
+def test_other_nodes_reach_what_listens_everywhere_by_the_nodes_own_address() -> None:
+    assert peer_at("10.0.0.7:8900", "http://10.0.0.1:8800") == "peer://10.0.0.7:8900"
+    assert peer_at("0.0.0.0:8900", "http://10.0.0.1:8800") == "peer://10.0.0.1:8900"
+    assert peer_at("[::]:8900", "https://[fd00::1]:8800") == "peer://[fd00::1]:8900"
+    assert parse_remotes(peer_at("[fd00::2]:8900", ""))[0].place == "[fd00::2]:8900"
