@@ -23,7 +23,7 @@ GPU_HOME ?= /tmp/midstream-gpu
 GPU_PATH = mkdir -p $(GPU_HOME)/place; eval "$$($(GPU_PYTHON) loadtest/gpu/place.py $(GPU_HOME)/place)"; \
 	if [ -d $(GPU_HOME)/site ]; then export PYTHONPATH="$$PYTHONPATH:$(GPU_HOME)/site"; fi
 
-.PHONY: help demo test test-sglang test-tp test-fleet test-fast lint bench soak test-gpu bench-gpu clean
+.PHONY: help demo test test-sglang test-tp test-fleet test-fast lint bench soak sim test-gpu bench-gpu clean
 
 help:
 	@echo 'make demo [ENGINE=vllm]  a streamed answer survives the kill of its worker (or ENGINE=sglang)'
@@ -35,6 +35,7 @@ help:
 	@echo 'make lint                lint and types alone'
 	@echo 'make bench               what the proxy costs'
 	@echo 'make soak                many kills in a row on both engines'
+	@echo 'make sim                 thousands of seeded failure schedules for whole fleets, in virtual time'
 	@echo 'make test-gpu, bench-gpu on a machine with a GPU: see docs/gpu.md'
 
 # Set-up goes by what the project asks for: a change of pyproject.toml makes it run again.
@@ -100,6 +101,10 @@ bench: $(READY)
 
 soak: $(READY)
 	$(BIN)/python -m midstream.loadtest.soak $(SOAK)
+
+# SIM='--first N --seeds 1' is one of them again; SIM='--nodes 500' is one large fleet.
+sim: $(READY)
+	PYTHONPATH=tests PYTHONHASHSEED=0 $(BIN)/python -m simulation.fleet $(SIM)
 
 test-gpu:
 	@$(GPU_PATH)

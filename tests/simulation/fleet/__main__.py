@@ -11,7 +11,7 @@ import time
 from collections import Counter
 
 from .growth import measured, told
-from .schedule import Schedule, small
+from .schedule import Coordinating, Schedule, small
 from .shrink import kind_of, shrunk
 from .world import play
 
@@ -29,10 +29,13 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, help="one large fleet of so many nodes, whose figures are told as JSON")
     parser.add_argument("--sessions", type=int, help="and so many sessions; 100 for each node if that is not said")
     parser.add_argument("--trouble", type=float, default=2.0, help="and so many failures for each node")
+    services = [Coordinating.ETCD.value, Coordinating.KUBERNETES.value]
+    parser.add_argument("--coordinating", choices=services, default=services[0], help="and this service")
     asked = parser.parse_args()
     logging.disable(logging.CRITICAL)
     if asked.nodes is not None:
-        print(told(measured(asked.first, asked.nodes, asked.sessions or 100 * asked.nodes, asked.trouble)))
+        sessions, coordinating = asked.sessions or 100 * asked.nodes, Coordinating(asked.coordinating)
+        print(told(measured(asked.first, asked.nodes, sessions, asked.trouble, coordinating)))
         return 0
     began_s = time.monotonic()
     counted: Counter[str] = Counter()

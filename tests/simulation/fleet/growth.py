@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .schedule import WARM_S, large
+from .schedule import WARM_S, Coordinating, large
 from .world import World, play
 
 _PAGE_BYTES = 4096
@@ -21,6 +21,7 @@ class Figures:
 
     nodes: int
     sessions: int
+    coordinating: str
     failures: int = 0
     open_max: int = 0
     virtual_s: float = 0.0
@@ -44,10 +45,10 @@ class Figures:
     ends: dict[str, int] | None = None
 
 
-def measured(seed: int, nodes: int, sessions: int, trouble: float) -> Figures:
+def measured(seed: int, nodes: int, sessions: int, trouble: float, coordinating: Coordinating) -> Figures:
     """Play one large world. What it breaks is raised."""
-    schedule = large(seed, nodes, sessions, trouble)
-    figures = Figures(nodes, sessions, failures=len(schedule.failures))
+    schedule = large(seed, nodes, sessions, trouble, coordinating)
+    figures = Figures(nodes, sessions, coordinating, failures=len(schedule.failures))
 
     def looked(world: World) -> None:
         open_count = sum(g.coordinator.open_count for g in world.gateways if g.coordinator is not None and g.is_up)

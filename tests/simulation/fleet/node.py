@@ -17,7 +17,6 @@ from midstream.proxy.fleet import Unproven, has_marker, marker_in
 from midstream.proxy.policy import policy_of
 from midstream.proxy.request import parse_body, without_transfer_fields
 from midstream.proxy.sessions import Sessions
-from midstream.session.ids import SessionId
 from midstream.session.key import REQUIRED
 from midstream.sidecar.choice import Tier
 from midstream.sidecar.coordinator import CoordinatorSettings, SidecarCoordinator
@@ -301,20 +300,15 @@ class SimNode:
             replicas=self.peer if self.keeps_others else "",
         )
 
-    def _fenced(self, standing: Standing, begun: Membership, session: SessionId) -> Callable[[], bool]:
-        """Whether a token may be written by a stream that begins now.
+    @staticmethod
+    def _fenced(standing: Standing, begun: Membership) -> Callable[[], bool]:
+        """Whether a token may be written by a stream that begins now: under this lease, or under a later one.
 
-        Under the lease that the node has now, or under a later one whose member has claimed the session.
+        Whose session it is by then is for its gateway to say, which reads one node at a time.
         """
-        service = self._shared.service
-        assert service is not None
 
         def may_write() -> bool:
-            now = standing.membership
-            if now is None or now is begun:
-                return begun.may_send()
-            claim = service.claims.get(session)
-            return now.may_send() and claim is not None and claim.owner == now.id
+            return begun.may_send() or (standing.membership or begun).may_send()
 
         return may_write
 
@@ -335,7 +329,7 @@ class SimNode:
         marker = marker_in(asked)
         body = without_transfer_fields(asked)
         if self.standing is not None and self.standing.membership is not None:
-            request.sink.may_write = self._fenced(self.standing, self.standing.membership, marker.session)
+            request.sink.may_write = self._fenced(self.standing, self.standing.membership)
         return await self.sessions.take_in(request, body, demanded, marker)  # type: ignore[arg-type]
 
 

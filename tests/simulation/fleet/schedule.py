@@ -164,18 +164,18 @@ def small(seed: int) -> Schedule:
     )
 
 
-def large(seed: int, nodes: int, sessions: int, trouble: float) -> Schedule:
+def large(seed: int, nodes: int, sessions: int, trouble: float, coordinating: Coordinating) -> Schedule:
     """A fleet with so many sessions, nearly all of them at once, and `trouble` failures for each node."""
     chance = random.Random(f"{seed}/large")
     shape = Shape(
         nodes=nodes,
         gateways=max(1, min(4, nodes // 20)),
-        coordinating=Coordinating.ETCD,
+        coordinating=coordinating,
         lease_s=10,
         stores=1,
         horizon_s=40.0,
         takeover_timeout_s=60.0,
-        step_s=1.5,
+        step_s=2.0,
         slots=max(16, 3 * sessions // (2 * nodes)),
         bytes_per_s=20_000_000,
         chunk=4,
@@ -184,7 +184,7 @@ def large(seed: int, nodes: int, sessions: int, trouble: float) -> Schedule:
     )
     asked = []
     for number in range(sessions):
-        length = chance.randint(40, 60)
+        length = chance.randint(24, 40)
         question = Question(number, length, "length", chance.choice((40, 400)), wants_ids=chance.random() < 0.5)
         asked.append(Asked(WARM_S + chance.uniform(2.0, 14.0), question))
     return Schedule(seed, shape, tuple(asked), failures(chance, shape, count=round(trouble * nodes)))
