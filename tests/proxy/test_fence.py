@@ -5,6 +5,7 @@ import asyncio
 import aiohttp
 import pytest
 
+from midstream.proxy.elsewhere import Nowhere
 from midstream.proxy.reattach_elsewhere import STREAMS_PATH
 from midstream.proxy.settings import ProxySettings
 from support.answers import Answer
@@ -182,3 +183,53 @@ async def test_one_that_nobody_reads_is_given_up_when_it_is_asked_for() -> None:
             assert answer.status == 410
         async with asyncio.timeout(5):
             await coordinator.engines[0].seen[0].cancelled.wait()
+
+
+class Named(Nowhere):
+    """A gateway whose streams another one could go on with."""
+
+    own_name = "gateway.10s.00112233445566ff"
+    own_prefix = "00112233445566ff"
+
+
+async def test_nothing_of_a_later_owner_is_sent_before_the_fleet_knows_of_it() -> None:
+    lives = Lives()
+    lives.life.may_record.clear()
+    coordinator = ScriptedCoordinator(
+        ScriptedEngine(ANSWER, Script(at=5), name="a"), ScriptedEngine(ANSWER, Script(), name="b")
+    )
+    async with (
+        proxied(coordinator, KEPT, Named(), lives) as client,
+        client.session.post(client.url + "/v1/completions", json=BODY) as answer,
+    ):
+        got = await read_until(answer, 5)
+        async with asyncio.timeout(5):
+            while len(coordinator.engines[1].seen) == 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        assert lives.life.recorded == []
+        lives.life.may_record.set()
+        rest = await answer.content.read()
+    assert (got + rest).count(b'"text"') >= len(ANSWER.pieces)
+    assert got.count(b'"text"') == 5
+    assert lives.life.recorded == [2]
+
+
+async def test_who_may_not_send_takes_nothing_up() -> None:
+    lives = Lives()
+    coordinator = ScriptedCoordinator(
+        ScriptedEngine(ANSWER, Script(at=5, gap_s=0.01), name="a"), ScriptedEngine(ANSWER, Script(), name="b")
+    )
+    async with (
+        proxied(coordinator, QUICK, permits=lives) as client,
+        client.session.post(client.url + "/v1/completions", json=BODY) as answer,
+    ):
+        await read_until(answer, 3)
+        lives.life.close()
+        await coordinator.engines[0].meets_fate.wait()
+        await asyncio.sleep(0.3)
+        assert coordinator.of("take_over") == []
+        lives.life.lose()
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await answer.content.read()
+    assert coordinator.of("take_over") == []

@@ -14,6 +14,7 @@ import aiohttp
 from aiohttp import web
 
 from midstream.proxy.coordinator import Outcome, Placement, Reason, SessionFacts
+from midstream.proxy.elsewhere import Elsewhere
 from midstream.proxy.fleet import Believer
 from midstream.proxy.server import build_app, make_runner
 from midstream.proxy.settings import ProxySettings
@@ -190,6 +191,7 @@ class Node:
         # Where it keeps snapshots of others.
         self.replicas = f"peer://{name}:1"
         self.settings = ProxySettings()
+        self.elsewhere: Elsewhere | None = None
         # What is added to every answer.
         self.headers: dict[str, str] = {}
         self.polls = 0
@@ -209,7 +211,7 @@ class Node:
         )
         moving = cast(Any, self.moving)
         more += move_routes(proving(self.believer), moving, self.moving.rooms, moving)
-        app = build_app(self.coordinator, self.settings, routes=more, believer=self.believer)
+        app = build_app(self.coordinator, self.settings, routes=more, elsewhere=self.elsewhere, believer=self.believer)
         app.middlewares.append(self._middleware)
 
         async def add(_: web.Request, response: web.StreamResponse) -> None:

@@ -94,10 +94,17 @@ def test_the_stream_of_one_gateway_goes_on_at_another_byte_for_byte(fleet: Lease
 
 
 def test_it_is_given_up_through_another_gateway_as_well(fleet: LeasedFleet) -> None:
-    have = cut_off(f"{fleet.urls['one']}/v1/completions", "-d", BODY, after_bytes=3_000)
+    long = BODY.replace("150", "3000")
+    have = cut_off(f"{fleet.urls['one']}/v1/completions", "-d", long, after_bytes=3_000)
     url = f"{fleet.urls['other']}{STREAMS_PATH}{token_in(have)}"
+    assert sessions_at_node(fleet) == 1
     assert curl(url, "-X", "DELETE", "-w", "%{http_code}") == b"204"
-    assert b"stream_gone" in asked(fleet, "other", have)
+    # What its node has kept for the case that the gateway is lost goes with it, and the engine's work.
+    deadline_s = time.monotonic() + 2
+    while sessions_at_node(fleet):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    assert b"stream_gone" in asked(fleet, "other", have, long)
 
 
 def test_a_gateway_that_was_stopped_says_nothing_more_of_a_stream_that_another_has_taken_up(fleet: LeasedFleet) -> None:
@@ -139,6 +146,11 @@ def test_the_streams_of_a_gateway_that_was_killed_go_on_at_others_byte_for_byte(
     # By its name alone, or with another request, nobody gets anything.
     assert b"stream_gone" in curl(f"{fleet.urls['third']}{STREAMS_PATH}{token_in(lost)}?from=0")
     assert b"stream_gone" in asked(fleet, "third", lost)
+
+
+def sessions_at_node(fleet: LeasedFleet) -> int:
+    """How many are in flight there."""
+    return int(json.loads(curl(f"{fleet.urls['node']}/midstream/v1/status"))["sessions_open"])
 
 
 def until_reached(fleet: LeasedFleet, name: str, have: bytes, body: str = BODY) -> bytes:
