@@ -6,7 +6,8 @@ whose KV nobody holds. How sessions move is the drain's business, and when that 
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 import aiohttp
@@ -81,15 +82,22 @@ class WorkerGuest:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def save(self) -> Mapping[str, Any]:
-        """What it answers now. Its sessions are elsewhere already, with their KV."""
-        return {"worker": self._worker.name, "answer": await self._answer()}
+        """What it answers now. Its sessions are elsewhere already, with their KV; then it sleeps, if it can."""
+        known = {"worker": self._worker.name, "answer": await self._answer()}
+        # vLLM with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1: weights by its own copies, and KV is dropped.
+        async with self._asking() as http, http.post("/sleep?level=1") as answer:
+            if answer.status not in (200, 404, 405):
+                raise ParkError(f"worker {self._worker.name} cannot go to sleep: it answers {answer.status}")
+        return known
 
     async def wake(self) -> None:
         """Its memory was never elsewhere: it takes sessions as before."""
+        await self._awake()
         self._take(True)
 
     async def prove(self, known: Mapping[str, Any]) -> None:
         """The same answer as before, token by token."""
+        await self._awake()
         answer = await self._answer()
         wanted = known.get("answer")
         if wanted is None or answer != list(wanted):
@@ -120,21 +128,45 @@ class WorkerGuest:
             return False
         return any(slot.state is SlotState.LIVE for slot in epoch.arena.slots())
 
+    async def _awake(self) -> None:
+        """Wake it if it sleeps, whoever had it sleep."""
+        async with self._asking() as http:
+            async with http.get("/is_sleeping") as told:
+                if told.status != 200 or (await told.json()).get("is_sleeping") is not True:
+                    return
+            async with http.post("/wake_up") as answer:
+                if answer.status != 200:
+                    raise ParkError(f"worker {self._worker.name} does not wake up: it answers {answer.status}")
+
     async def _answer(self) -> list[Any]:
-        timeout = aiohttp.ClientTimeout(total=ASK_S)
-        try:
-            async with aiohttp.ClientSession(self._worker.url, timeout=timeout) as http:
-                async with http.get("/v1/models") as listed:
-                    model = (await listed.json())["data"][0]["id"]
-                body = {
-                    "model": model, "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "return_token_ids": True,
-                }  # fmt: skip
-                async with http.post("/v1/completions", json=body) as answer:
-                    told = await answer.json()
+        async with self._asking() as http:
+            async with http.get("/v1/models") as listed:
+                model = (await listed.json())["data"][0]["id"]
+            body = {
+                "model": model, "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "return_token_ids": True,
+            }  # fmt: skip
+            async with http.post("/v1/completions", json=body) as answer:
+                told = await answer.json()
             [choice] = told["choices"]
             # Engines that give no ids are compared by what they say.
             return list(choice.get("token_ids") or [choice["text"]])
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
+
+    @asynccontextmanager
+    async def _asking(self) -> AsyncIterator[aiohttp.ClientSession]:
+        """The engine itself, past the proxy. ParkError for whatever it answers that is no answer."""
+        timeout = aiohttp.ClientTimeout(total=ASK_S)
+        try:
+            async with aiohttp.ClientSession(self._worker.url, timeout=timeout) as http:
+                yield http
+        except (
+            aiohttp.ClientError,
+            TimeoutError,
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+        ) as error:
             raise ParkError(
                 f"worker {self._worker.name} gives no answer to a short request ({type(error).__name__}: {error})"
             ) from error

@@ -63,10 +63,19 @@ class Node:
     async def _release(self, pools: Any, epoch: Epoch) -> None:
         self.let_go.append(list(pools))
 
-    def start(self, name: str, gpu: str = "GPU-0") -> Engine:
+    def start(self, name: str, gpu: str = "GPU-0", *more: str) -> Engine:
         """A worker that is ready."""
         port = free_port()
-        command = [sys.executable, "-m", "support.sim_server", str(self.sim.path), str(port), "--held", f"{gpu}={GIB}"]
+        command = [
+            sys.executable,
+            "-m",
+            "support.sim_server",
+            str(self.sim.path),
+            str(port),
+            "--held",
+            f"{gpu}={GIB}",
+            *more,
+        ]
         popen = self.servers[name] = subprocess.Popen(command, env=environ(self.sim))
         self._stack.callback(popen.wait)
         self._stack.callback(popen.kill)
@@ -122,6 +131,31 @@ async def test_a_parked_worker_takes_no_sessions_and_comes_back_as_one_whose_kv_
     assert (node.ready, worker.parked, worker.text) == (["w0"], False, "")
     assert engine.epoch.pools == []
     assert engine.epoch.exact_obstacles == ["no_pool"]
+    await node.parking.close()
+
+
+async def test_an_engine_that_can_sleep_sleeps_before_and_is_woken_before_it_proves_itself(node: Node) -> None:
+    node.start("w0", "GPU-0", "--sleeps")
+    url = node.rig.workers.get("w0").url
+    assert (await node.parking.park("w0")).state is ParkState.PARKED
+    async with aiohttp.ClientSession(url) as http, http.get("/is_sleeping") as answer:
+        assert (await answer.json())["is_sleeping"]
+    outcome = await node.parking.unpark("w0")
+    assert (outcome.state, outcome.text) == (ParkState.RUNNING, "")
+    async with aiohttp.ClientSession(url) as http, http.get("/is_sleeping") as answer:
+        assert not (await answer.json())["is_sleeping"]
+    await node.parking.close()
+
+
+async def test_an_engine_that_sleeps_is_woken_too_when_it_is_not_parked_after_all(node: Node) -> None:
+    node.start("w0", "GPU-0", "--sleeps")
+    node.sim.fail["lock", node.servers["w0"].pid] = "NOT_READY"
+    outcome = await node.parking.park("w0")
+    assert outcome.state is ParkState.RUNNING
+    url = node.rig.workers.get("w0").url
+    async with aiohttp.ClientSession(url) as http, http.get("/is_sleeping") as answer:
+        assert not (await answer.json())["is_sleeping"]
+    assert node.ready == ["w0"]
     await node.parking.close()
 
 
