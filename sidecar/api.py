@@ -37,7 +37,8 @@ def routes(
         metrics.set_sessions(coordinator.states())
         counted: dict[str, int] = {}
         for worker in workers.all():
-            counted[worker.state.value] = counted.get(worker.state.value, 0) + 1
+            state = _state(worker)
+            counted[state] = counted.get(state, 0) + 1
             if worker.current is not None:
                 metrics.set_plugin(worker.name, worker.current.number, _counters(worker.current))
         metrics.set_workers(counted)

@@ -188,6 +188,8 @@ def _worker_state(worker: Mapping[str, Any]) -> Check:
     match state:
         case "ready":
             return _plugin_of(name, worker)
+        case "parked":
+            return ok(name, f"its GPU is free of it{detail}; `midstream unpark` brings it back")
         case "unreachable":
             return fail(name, f"nobody is there{detail}", "start the engine, or mend its URL")
         case "dead":
