@@ -34,6 +34,8 @@ from .stream_room import Room
 
 _LOG = logging.getLogger("midstream.proxy")
 
+# What is kept of a gateway's stream is not kept for longer than the fleet remembers who had its session last.
+_PART_S = 600.0
 
 # What answers a request; None: to its client, as ever.
 Session = Callable[[Keeping | None], Coroutine[Any, Any, web.StreamResponse]]
@@ -143,6 +145,9 @@ class Reattach:
         self, request: web.Request, part: KeptPart, session: Session, held: ExitStack
     ) -> web.StreamResponse:
         """Answer a gateway, and keep that for another one."""
+        if not self._elsewhere.own_prefix:
+            # Nobody of the fleet could ask for it.
+            return await session(None)
         self._drop_part(part.origin.token, None)
         stream = self._new(bytes.fromhex(part.origin.digest), part.origin.token, part=part)
         if stream is None:
@@ -304,7 +309,8 @@ class Reattach:
             # this process' any more.
             self._drop(stream)
             return
-        stream.timer = asyncio.get_running_loop().call_later(self._keep_s, self._drop, stream)
+        keep_s = self._keep_s if stream.part is None else min(self._keep_s, _PART_S)
+        stream.timer = asyncio.get_running_loop().call_later(keep_s, self._drop, stream)
         if stream.delivered:
             self._spare[stream.key] = stream
 
@@ -323,10 +329,10 @@ class Reattach:
             stream.give_up()
 
     async def close(self) -> None:
-        """Give everything up."""
+        """Give everything up. What nodes keep of it is for whoever goes on with it."""
+        await self._elsewhere.close()
         for stream in list(self._streams.values()):
             self._drop(stream)
-        await self._elsewhere.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _key(self, token: str) -> bytes:

@@ -43,6 +43,7 @@ class AskElsewhere:
         self._passthrough = passthrough
         self._strangers = Strangers()
         self._telling: set[asyncio.Task[None]] = set()
+        self._is_closed = False
 
     @property
     def own_prefix(self) -> str:
@@ -75,7 +76,7 @@ class AskElsewhere:
 
     def forget(self, base_url: str, origin: Origin) -> None:
         """A node need not keep a part of a stream any more. Told once, in the background; else it ends by its time."""
-        if len(self._telling) < _TELLING_MAX:
+        if len(self._telling) < _TELLING_MAX and not self._is_closed:
             task = asyncio.create_task(self._forget(base_url, origin), name="forget")
             self._telling.add(task)
             task.add_done_callback(self._telling.discard)
@@ -90,6 +91,7 @@ class AskElsewhere:
 
     async def close(self) -> None:
         """Tell nobody anything any more."""
+        self._is_closed = True
         for task in tuple(self._telling):
             task.cancel()
         await asyncio.gather(*self._telling, return_exceptions=True)

@@ -3,7 +3,7 @@
 Owns the permissions of streams (`proxy/permission.py`) and the claims that go with them. Invariants: a stream goes by
 the lease under which it began, and by the next one only once this process has claimed its sessions, as anybody else
 would have to; what began before this process was a member was nobody else's at any time, and may always be sent. What
-is claimed is released when the stream has ended. It joins and leaves nothing: `fleet_member` does.
+is claimed is released a while after the stream has ended. It joins and leaves nothing: `fleet_member` does.
 """
 
 import asyncio
@@ -22,6 +22,9 @@ _LOG = logging.getLogger("midstream.fleet")
 # All streams of a process ask at once after it has joined again.
 _CLAIMS_AT_ONCE = 16
 _ASK_AGAIN_S = 0.5
+# Until then nothing is kept anywhere any more of what an earlier owner of a session has said.
+_RELEASE_AFTER_S = 3600.0
+_RELEASES_MAX = 50_000
 _FIRST = Generation(1)
 
 
@@ -34,6 +37,7 @@ class Standing:
         self._presence: Presence | None = None
         self._asking = asyncio.Semaphore(_CLAIMS_AT_ONCE)
         self._releases: set[asyncio.Task[None]] = set()
+        self._waiting_releases = 0
         self._has_left = False
         # Set, and another one made, at each change of who this process is.
         self._changed = asyncio.Event()
@@ -108,8 +112,18 @@ class Standing:
                 await asyncio.sleep(_ASK_AGAIN_S)
 
     def release(self, membership: Membership, sessions: Iterable[SessionId]) -> None:
-        """These sessions are over."""
-        task = asyncio.create_task(self._release(membership, tuple(sessions)), name="fleet-release")
+        """These sessions are over: their claims are not needed much longer. Those of no lease any more are swept."""
+        if self._waiting_releases < _RELEASES_MAX:
+            self._waiting_releases += 1
+            loop = asyncio.get_running_loop()
+            loop.call_later(_RELEASE_AFTER_S, self._release_now, membership, tuple(sessions))
+
+    def _release_now(self, membership: Membership, sessions: tuple[SessionId, ...]) -> None:
+        self._waiting_releases -= 1
+        if self._has_left or membership.is_lost:
+            # Its claims are swept.
+            return
+        task = asyncio.create_task(self._release(membership, sessions), name="fleet-release")
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 

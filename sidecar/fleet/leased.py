@@ -1,7 +1,7 @@
 """A fleet whose members hold leases in a service: etcd, or the Kubernetes API.
 
-Owns what one process has of it: one follower, its memberships, and the sweep of claims whose owners are over. Who does
-the sweep is the member whose id comes first, so its traffic is one member's; two who both think so do no harm.
+Owns what one process has of it: one follower, its memberships, and the sweep of claims whose owners are long over. Who
+does the sweep is the member whose id comes first, so its traffic is one member's; two who both think so do no harm.
 """
 
 import asyncio
@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 # How often the service is asked whether it still answers, where nothing else is asked of it.
 CHECK_EVERY_S = 3.0
 SWEEP_EVERY_S = 300.0
+# What a claim says of its session's newest owner is wanted for as long as an older one may keep something of it.
+CLAIM_KEPT_S = 3600.0
 _TRIES_MAX = 3
 
 
@@ -39,7 +41,9 @@ class LeasedCoordination(Coordination):
         draw: Callable[[], float] = random.random,
         draw_id: Callable[[], str] = lambda: secrets.token_hex(8),
         sweep_every_s: float = SWEEP_EVERY_S,
+        claim_kept_s: float = CLAIM_KEPT_S,
     ) -> None:
+        self._claim_kept_s = claim_kept_s
         self._service = service
         self._when_alone = when_alone
         self._clock = clock
@@ -97,14 +101,18 @@ class LeasedCoordination(Coordination):
         return made
 
     async def _sweep(self) -> None:
+        # Of claims whose owners are over: when that was first seen here.
+        since_s: dict[Claim, float] = {}
         while True:
             await asyncio.sleep(self._sweep_every_s * (0.75 + 0.5 * self._draw()))
             first = self._informer.first()
             if any(one.id == first and not one.is_lost for one in self._members):
                 try:
-                    for claim in await self._service.claims():
-                        if await self._informer.is_over(claim.owner):
-                            await bounded(self._service.name, self._service.replace(claim, None))
+                    seen_s = self._clock()
+                    over = [c for c in await self._service.claims() if await self._informer.is_over(c.owner)]
+                    since_s = {claim: since_s.get(claim, seen_s) for claim in over}
+                    for claim in [c for c in over if seen_s - since_s[c] >= self._claim_kept_s]:
+                        await bounded(self._service.name, self._service.replace(claim, None))
                 except MidstreamError as error:
                     _log.warning("fleet: claims were not swept, and are next time: %s", error)
                 except Exception:

@@ -31,7 +31,10 @@ async def joined(fleet: LocalCoordination) -> tuple[Standing, Presence]:
     return standing, presence
 
 
-async def test_a_stream_goes_on_under_the_next_lease_once_its_sessions_are_claimed() -> None:
+async def test_a_stream_goes_on_under_the_next_lease_once_its_sessions_are_claimed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet_standing, "_RELEASE_AFTER_S", 0.3)
     fleet = LocalCoordination()
     standing, presence = await joined(fleet)
     stream, once = standing.now(), presence.membership.id
@@ -46,6 +49,9 @@ async def test_a_stream_goes_on_under_the_next_lease_once_its_sessions_are_claim
     assert held is not None
     assert held.owner == standing.id
     stream.ended()
+    await asyncio.sleep(0.1)
+    # Whoever looks for it a little later is to know that it went on.
+    assert await fleet.holder(SESSION) == held
     async with asyncio.timeout(2):
         while await fleet.holder(SESSION) is not None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

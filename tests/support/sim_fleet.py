@@ -277,6 +277,7 @@ class Process:
             draw=self.world.chance.random,
             draw_id=self.world.draw_id,
             sweep_every_s=30.0,
+            claim_kept_s=30.0,
         )
 
     def clock_s(self) -> float:

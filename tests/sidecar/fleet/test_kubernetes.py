@@ -47,9 +47,12 @@ def connection(
     when_alone: WhenAlone = WhenAlone.STOP,
     credential: Credential | None = None,
     sweep_every_s: float = 300.0,
+    claim_kept_s: float = 3600.0,
 ) -> LeasedCoordination:
     access = KubernetesAccess(server.url, "models", True, credential or Credential("good"))
-    return LeasedCoordination(KubernetesService(access, "fleet"), when_alone, sweep_every_s=sweep_every_s)
+    return LeasedCoordination(
+        KubernetesService(access, "fleet"), when_alone, sweep_every_s=sweep_every_s, claim_kept_s=claim_kept_s
+    )
 
 
 @pytest_asyncio.fixture
@@ -245,7 +248,7 @@ async def test_an_account_that_may_not_is_told_at_the_start(server: LeaseApiServ
 
 
 async def test_claims_of_owners_who_are_over_are_swept(server: LeaseApiServer, opened: Opened) -> None:
-    one = opened(sweep_every_s=1.0)
+    one = opened(sweep_every_s=1.0, claim_kept_s=2.0)
     gone, taker = await one.join(NODE, LEASE_S), await one.join(OTHER, LEASE_S)
     await gone.leave()
     session, kept = new_session(), new_session()
