@@ -81,4 +81,5 @@ def _leaving(record: Record) -> Leaving:
         (slot.prompt_len if slot is not None else 0) + len(outputs),
         len(outputs),
         left_s(len(outputs), output_max(record.facts), age_s),
+        "" if record.owner.epoch.key is None else record.owner.epoch.key.digest(),
     )

@@ -15,12 +15,16 @@ _PACED_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """One session. `outputs`: written so far; `left_s`: until it must be over at its present pace, None: unknown."""
+    """One session. `outputs`: written so far; `left_s`: until it must be over at its present pace, None: unknown.
+
+    `key`: the digest of its worker's compatibility key, "" where that has none.
+    """
 
     session: str
     positions: int
     outputs: int
     left_s: float | None = None
+    key: str = ""
 
     def ends_within(self, short_s: float) -> bool:
         """Whether it ends by itself so soon that it is not worth a move."""
@@ -58,6 +62,7 @@ def leaving_of(body: object) -> list[Leaving]:
                     int(item["positions"]),
                     int(item["outputs"]),
                     None if left is None else float(left),
+                    str(item["key"]),
                 )
             )
         except (TypeError, KeyError, ValueError) as error:

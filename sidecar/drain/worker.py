@@ -164,7 +164,7 @@ class WorkerDrain:
         record = next((r for r in self._coordinator.in_flight() if r.facts.session == session), None)
         if record is None:
             return
-        self._require_room(record, leaving)
+        self._require_room(leaving)
         await self._coordinator.operators.move(session)
         with suppress(TimeoutError):
             async with asyncio.timeout(MOVED_WITHIN_S):
@@ -174,9 +174,8 @@ class WorkerDrain:
             raise Refused("elsewhere", f"session {session} came back; it goes on where it was")
         self._metrics.drain_moves.labels("moved").inc()
 
-    def _require_room(self, record: Record, leaving: Leaving) -> None:
-        key = record.owner.epoch.key
-        able = [free for free in self._here.free() if key is not None and free.key == key.digest()]
+    def _require_room(self, leaving: Leaving) -> None:
+        able = [free for free in self._here.free() if free.key == leaving.key]
         if not able:
             raise Refused("no_target", "no other worker that is ready has its key; it stays where it is")
         wanted = leaving.positions + _MORE_TOKENS

@@ -37,6 +37,8 @@ SAVES_MAX = 5
 # How long a move's place among those at once is kept after the cut.
 RESUMES_S = 30.0
 TARGETS_MAX = 8
+# What a session may write while it is being moved.
+MORE_TOKENS = 64
 LOOK_EVERY_S = 0.5
 PUT_OFF_FIRST_S, PUT_OFF_LARGEST_S = 1.0, 15.0
 
@@ -173,7 +175,7 @@ class Moves:
         never = {node.id} | session.avoided(now_s) | self._nodes.suspects(now_s)
         refused = Refused("no_target", "no other node that is ready has workers of its key; it stays where it is")
         for _ in range(TARGETS_MAX):
-            able = [n for n in self._nodes.all() if not set(n.keys).isdisjoint(node.keys)]
+            able = [n for n in self._nodes.all() if leaving.key in n.keys]
             model = session.facts.body.get("model")
             target = choose(
                 able,
@@ -185,7 +187,9 @@ class Moves:
             if target is None:
                 raise refused
             try:
-                await self._orders.hold(target.url, session.facts.session, _tokens(session, leaving), node.keys)
+                await self._orders.hold(
+                    target.url, session.facts.session, leaving.positions + MORE_TOKENS, [leaving.key]
+                )
             except Refused as error:
                 refused = error
                 never.add(target.id)
@@ -261,11 +265,6 @@ def _drains(node: Node) -> bool:
 
 def _is_put_off(state: _Emptying, session: SessionId, now_s: float) -> bool:
     return state.put_off.get(session, (0.0, 0.0))[0] > now_s
-
-
-def _tokens(session: Session, leaving: Leaving) -> int:
-    """What it needs at the target before it can go on: what it has, and a little."""
-    return leaving.positions + 64
 
 
 # What nodes say comes from them: only these become a label.

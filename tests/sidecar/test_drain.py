@@ -79,7 +79,7 @@ def test_a_session_is_short_only_where_its_request_and_its_pace_say_so() -> None
 
 
 def test_what_a_node_tells_of_its_sessions_is_read_back_or_refused() -> None:
-    one = Leaving("a", 100, 10, 2.5)
+    one = Leaving("a", 100, 10, 2.5, "k")
     assert leaving_of([one.told()]) == [one]
     for wrong in (None, {}, [1], [{"session": "a"}], [{**one.told(), "positions": "many"}]):
         with pytest.raises(ValueError, match="sessions"):

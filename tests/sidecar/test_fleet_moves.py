@@ -98,7 +98,12 @@ async def test_what_could_leave_is_told_with_what_it_would_cost(tmp_path: Path) 
     async with node(tmp_path) as sidecar:
         status, told = await sidecar.ask("GET", SESSION_PATH.rstrip("/"))
         assert status == 200
-        assert told["sessions"] == [{"session": S, "positions": PROMPT_LEN + 3, "outputs": 3, "left_s": None}]
+        key = sidecar.engine.epoch.key
+        assert key is not None
+        [session] = told["sessions"]
+        assert session == {
+            "session": S, "positions": PROMPT_LEN + 3, "outputs": 3, "left_s": None, "key": key.digest()
+        }  # fmt: skip
 
 
 async def test_a_session_is_saved_with_the_outputs_that_its_snapshot_covers(tmp_path: Path) -> None:

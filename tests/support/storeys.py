@@ -149,7 +149,8 @@ class Moving:
 
     def leaving(self) -> list[Leaving]:
         """All that runs here."""
-        return [Leaving(session, 100, len(self._journal(session))) for session in sorted(self._coordinator.open)]
+        open_ = sorted(self._coordinator.open)
+        return [Leaving(session, 100, len(self._journal(session)), key=KEY) for session in open_]
 
     def running(self) -> frozenset[str]:
         """The same, by name."""
