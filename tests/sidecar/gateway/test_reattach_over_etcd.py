@@ -23,6 +23,7 @@ pytestmark = [
 BODY = json.dumps(
     {"model": "bench", "prompt": "x", "temperature": 0, "stream": True, "max_tokens": 150, "bench_gap_s": 0.02}
 )
+GATEWAYS = ("one", "other", "third", "ends")
 KEPT = {"proxy.reattach_s": 30, "fleet.when_alone": "stop"}
 
 
@@ -34,13 +35,14 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LeasedFleet]:
         fleet.gateway("one", KEPT)
         fleet.gateway("other", KEPT)
         fleet.gateway("third", KEPT)
-        fleet.listening("node", "one", "other", "third")
+        fleet.gateway("ends", {**KEPT, "supervise.stop_timeout_s": 0.5})
+        fleet.listening("node", *GATEWAYS)
         deadline_s = time.monotonic() + 30
-        for name in ("node", "one", "other", "third"):
+        for name in ("node", *GATEWAYS):
             while "joined as member=" not in fleet.log(name):
                 assert time.monotonic() < deadline_s, fleet.log(name)
                 time.sleep(0.05)
-        for name in ("one", "other", "third"):
+        for name in GATEWAYS:
             while curl(f"{fleet.urls[name]}/readyz", "-o", "/dev/null", "-w", "%{http_code}") != b"200":
                 assert time.monotonic() < deadline_s, fleet.log(name)
                 time.sleep(0.05)
@@ -126,6 +128,15 @@ def test_a_gateway_that_was_stopped_says_nothing_more_of_a_stream_that_another_h
     assert whole.startswith(whole_events(first + rest))
     assert b"[DONE]" not in rest
     assert len(first + rest) < len(whole)
+
+
+def test_a_gateway_that_is_told_to_end_leaves_its_streams_to_others(fleet: LeasedFleet) -> None:
+    long = BODY.replace("150", "400")
+    have = cut_off(f"{fleet.urls['ends']}/v1/completions", "-d", long, after_bytes=9_000)
+    fleet.signal("ends", signal.SIGTERM)
+    fleet.processes["ends"].wait(20)
+    # Nobody has to wait for its lease to be over.
+    require_every_token_once(have + asked(fleet, "other", have, long), 400)
 
 
 def test_the_streams_of_a_gateway_that_was_killed_go_on_at_others_byte_for_byte(fleet: LeasedFleet) -> None:
