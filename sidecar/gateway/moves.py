@@ -2,8 +2,9 @@
 
 Owns which session moves when, and the steps of each move up to the cut. Invariants: until the cut a session is read
 from where it is, and whatever goes wrong leaves it there; at most `at_once` sessions of a node move at a time; a gate
-is never closed for longer than `PAUSE_S`; nothing is cut before a place is held for it and what it goes on from is
-there. What follows the cut is a takeover like others, and the coordinator's.
+is never closed for longer than `PAUSE_S`, nor before it is its session's turn to be saved; nothing is cut before a
+place is held for it and what it goes on from is there. What follows the cut is a takeover like others, and the
+coordinator's.
 """
 
 import asyncio
@@ -57,8 +58,9 @@ class MoveSettings:
 
 @dataclass(slots=True)
 class _Emptying:
-    """A node that is being emptied."""
+    """A node that is being emptied. One session is saved at a time: no tail waits for the first save of another."""
 
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     moving: dict[SessionId, "asyncio.Task[None]"] = field(default_factory=dict)
     put_off: dict[SessionId, tuple[float, float]] = field(default_factory=dict)
 
@@ -130,7 +132,7 @@ class Moves:
             _LOG.warning("event=drain_not_told node=%s error=%s", node.id, error)
             return
         for session in [one for one in leaving if one.session in waiting][:free]:
-            task = asyncio.create_task(self._move(node, session), name=f"move of {session.session}")
+            task = asyncio.create_task(self._move(node, session, state.turn), name=f"move of {session.session}")
             state.moving[SessionId(session.session)] = task
 
     def _moved(self, session: SessionId, state: _Emptying) -> None:
@@ -150,7 +152,7 @@ class Moves:
 
     # ---- one move
 
-    async def _move(self, node: Node, leaving: Leaving) -> None:
+    async def _move(self, node: Node, leaving: Leaving, turn: asyncio.Lock) -> None:
         """Take one session to another node. Raises Refused, and has changed nothing then."""
         id = SessionId(leaving.session)
         session = self._sessions.get(id)
@@ -160,9 +162,12 @@ class Moves:
             raise Refused("not_exact", "its tokens so far cannot be gone on from; it may end where it is")
         target = await self._hold(node, session, leaving)
         try:
-            to = await self._saved_before(node, session, target)
-            if self._may_cut(node, session, target):
-                await self._cut(node, session, target, to)
+            to = await self._saved_before(node, session, target, turn)
+            move = await self._cut(node, session, target, to, turn)
+            if move is not None:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(RESUMES_S):
+                        await move.over.wait()
         finally:
             session.open_gate()
             # It has come, or will not come.
@@ -197,14 +202,15 @@ class Moves:
                 return target
         raise refused
 
-    async def _saved_before(self, node: Node, session: Session, target: Node) -> str:
+    async def _saved_before(self, node: Node, session: Session, target: Node, turn: asyncio.Lock) -> str:
         """Save it while it goes on, until what is left is a tail; where it was saved. Raises Refused."""
         to = target.record.replicas if target.record is not None else ""
         if not to:
             return self._without_kv(session, Refused("no_copy", f"node {target.id} keeps no snapshots of others"))
         for _ in range(SAVES_MAX):
             try:
-                saved = await self._orders.save(node.url, session.facts.session, to, last=False)
+                async with turn:
+                    saved = await self._orders.save(node.url, session.facts.session, to, last=False)
             except Refused as error:
                 if error.reason not in ("no_store", "no_replicas"):
                     raise
@@ -230,24 +236,25 @@ class Moves:
             and still.is_ready
         )
 
-    async def _cut(self, node: Node, session: Session, target: Node, to: str) -> None:
-        """The pause: the tail is saved, and the session told to go on there; returns when it does. Raises Refused."""
-        session.close_gate()
-        closed_s = time.monotonic()
-        try:
-            async with asyncio.timeout(PAUSE_S):
-                saved = await self._orders.save(node.url, session.facts.session, to, last=True)
-        except TimeoutError:
-            raise Refused("slow", f"its tail was not saved within {PAUSE_S:g} s; it goes on where it is") from None
-        if not self._may_cut(node, session, target):
-            return
-        outputs = () if wants_logprobs(session.facts.body) else saved.outputs
-        session.move = move = Move(target.id, node.id, outputs, closed_s)
-        session.interrupt(Reason.MOVE)
+    async def _cut(self, node: Node, session: Session, target: Node, to: str, turn: asyncio.Lock) -> Move | None:
+        """The pause: the tail is saved, and the session told to go on there. None where it stays. Raises Refused."""
+        async with turn:
+            if not self._may_cut(node, session, target):
+                return None
+            session.close_gate()
+            closed_s = time.monotonic()
+            try:
+                async with asyncio.timeout(PAUSE_S):
+                    saved = await self._orders.save(node.url, session.facts.session, to, last=True)
+            except TimeoutError:
+                raise Refused("slow", f"its tail was not saved within {PAUSE_S:g} s; it goes on where it is") from None
+            if not self._may_cut(node, session, target):
+                return None
+            outputs = () if wants_logprobs(session.facts.body) else saved.outputs
+            session.move = move = Move(target.id, node.id, outputs, closed_s)
+            session.interrupt(Reason.MOVE)
         _tell(session, move, saved, time.monotonic() - closed_s)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(RESUMES_S):
-                await move.over.wait()
+        return move
 
     # ----
 
