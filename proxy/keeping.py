@@ -1,7 +1,10 @@
 """What a session is told whose stream is kept. Only values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
 
 from .orphans import Origin
 from .permission import Permission
@@ -21,3 +24,7 @@ class Keeping:
     origin: Origin | None = None
     is_new: Callable[[], bool] = bool
     forget: Callable[[str], None] | None = None
+
+
+# What answers a request; None: to its client, as ever.
+Session = Callable[[Keeping | None], Coroutine[Any, Any, web.StreamResponse]]

@@ -31,6 +31,7 @@ from .reattach_elsewhere import STREAMS_PATH, AskElsewhere
 from .request import encode_body, parse_body, without_transfer_fields
 from .sessions import Sessions
 from .settings import ProxySettings
+from .streams import Streams
 from .upstream import Upstream
 
 # How long a client that was refused may go on sending its body before the connection is closed.
@@ -72,7 +73,7 @@ def build_app(
     reattach = None
     if settings.reattach_s > 0:
         ask_elsewhere = AskElsewhere(elsewhere or Nowhere(), upstream, passthrough)
-        reattach = Reattach(settings, ask_elsewhere, permits or Always(), adopts)
+        reattach = Reattach(Streams(settings, permits or Always()), ask_elsewhere, adopts)
     requests = _Requests(
         sessions,
         passthrough,
@@ -265,8 +266,8 @@ class _Requests:
         seed = body.get("seed") if marker.seed is None else marker.seed
         part = KeptPart(origin, marker.session, marker.generation, seed if type(seed) is int else None)
         if origin.adopts:
-            return await self._reattach.hand_over(request, part)
-        return await self._reattach.keep_part(
+            return await self._reattach.parts.hand_over(request, part)
+        return await self._reattach.parts.keep(
             request,
             part,
             lambda keeping: self._sessions.take_in(request, body, demanded, marker, keeping),
