@@ -93,8 +93,10 @@ class CudaDriver:
 
     def restore(self, pid: int, pairs: Mapping[str, str]) -> None:
         """From host memory."""
-        arguments = self._made("CUcheckpointRestoreArgs")
-        if pairs:
+        # Not all bindings have them, and where nothing moves the driver wants none.
+        has_arguments = hasattr(self._cuda, "CUcheckpointRestoreArgs")
+        arguments = self._made("CUcheckpointRestoreArgs") if pairs or has_arguments else None
+        if arguments is not None and pairs:
             by_uuid = self._cuda_uuids()
             told = []
             for old, new in pairs.items():

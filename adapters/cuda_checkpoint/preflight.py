@@ -13,6 +13,8 @@ from .driver import About, Gpu, ProcessState
 DRIVER_MIN = 570
 # Since CUDA 13.0 a process can come back on another GPU.
 DRIVER_MOVE_MIN = 580
+# What of the bindings is needed for that alone.
+MOVE_CALLS = frozenset({"CUcheckpointRestoreArgs", "CUcheckpointGpuPair"})
 HOST_SPARE_BYTES = 2 << 30
 GPU_SPARE_BYTES = 256 << 20
 # What a group whose ranks speak through NCCL has to be started with.
@@ -73,7 +75,7 @@ class Rank:
 
 def park_refusals(host: Host, ranks: Sequence[Rank]) -> tuple[Refusal, ...]:
     """All that stands in the way of parking these; () if nothing does."""
-    found = list(_calls(host))
+    found = list(_calls(host, moves=False))
     for rank in ranks:
         found += _process(host, rank, ProcessState.RUNNING)
         found += _cards(host, rank)
@@ -96,10 +98,11 @@ def restore_refusals(
     host: Host, ranks: Sequence[Rank], needed: Sequence[Mapping[str, int]], pairs: Mapping[str, str]
 ) -> tuple[Refusal, ...]:
     """All that stands in the way of bringing these back; `needed`: what each had on which GPU when it was parked."""
-    found = list(_calls(host))
+    moves = any(old != new for old, new in pairs.items())
+    found = list(_calls(host, moves=moves))
     for rank in ranks:
         found += _process(host, rank, ProcessState.CHECKPOINTED)
-    if any(old != new for old, new in pairs.items()) and host.about.driver[:1] < (DRIVER_MOVE_MIN,):
+    if moves and host.about.driver[:1] < (DRIVER_MOVE_MIN,):
         found.append(Refusal(Reason.DRIVER, f"driver {_version(host.about)} cannot change GPUs; 580 and newer can"))
     by_uuid = {gpu.uuid: gpu for gpu in host.gpus}
     wanted: dict[str, int] = {}
@@ -153,10 +156,10 @@ def full_map(gpus: Sequence[Gpu], moves: Mapping[str, str]) -> dict[str, str]:
     return result
 
 
-def _calls(host: Host) -> list[Refusal]:
+def _calls(host: Host, *, moves: bool) -> list[Refusal]:
     about = host.about
-    if about.missing:
-        missing = ", ".join(about.missing)
+    if lacking := [name for name in about.missing if moves or name not in MOVE_CALLS]:
+        missing = ", ".join(lacking)
         text = f"the CUDA bindings have no {missing}; install cuda-bindings 13.3.1 or newer"
         return [Refusal(Reason.BINDINGS, text)]
     if about.driver[:1] < (DRIVER_MIN,):

@@ -139,8 +139,10 @@ def about(folder: Path, _: Sequence[str]) -> None:
     look = helper.ask("look")
     helper.end()
     pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    # Structures are for changing GPUs alone.
+    lacking = sum(name.startswith("cu") for name in look["missing"])
     figure(
-        "calls that the bindings lack", len(look["missing"]), "calls", missing=look["missing"], driver=look["driver"],
+        "calls that parking needs and the bindings lack", lacking, "calls", missing=look["missing"], driver=look["driver"],
         bindings=metadata.version("cuda-bindings"), gpus=look["gpus"],
         huge_pages=pages.read_text().strip() if pages.exists() else "unknown",
     )  # fmt: skip

@@ -66,7 +66,7 @@ ALONE = (
 WORDS = ("all", "vllm", *dict.fromkeys(step.words[0] for step in (*BESIDE, *ALONE)))
 # The beginnings of names, the least or the most that the figure may be.
 BARS: dict[str, tuple[float, bool]] = {
-    "calls that the bindings lack": (0, False),
+    "calls that parking needs": (0, False),
     "losses that differ": (0, False),
     "as it was": (1, True),
     "held pool, owner's bytes": (1, True),

@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 
 from ...adapters.cuda_checkpoint.bindings import CALLS
-from ...adapters.cuda_checkpoint.preflight import DRIVER_MIN, DRIVER_MOVE_MIN
+from ...adapters.cuda_checkpoint.preflight import DRIVER_MIN, DRIVER_MOVE_MIN, MOVE_CALLS
 from ...session.errors import EngineError
 from ..doctor import Check, fail, ok, warn
 from .health import Card, read
@@ -65,10 +65,11 @@ def parking(driver: str) -> Check:
         return warn("parking", "no CUDA bindings", INSTALL)
     from cuda.bindings import driver as bindings
 
-    if missing := [name for name in CALLS if not hasattr(bindings, name)]:
+    missing = [name for name in CALLS if not hasattr(bindings, name)]
+    if not MOVE_CALLS.issuperset(missing):
         text = f"the CUDA bindings have no {', '.join(missing)}"
         return warn("parking", text, "install cuda-bindings 13.3.1 or newer")
-    if major < DRIVER_MOVE_MIN:
-        text = f"driver {driver} brings processes back on their own GPU alone"
-        return warn("parking", text, f"use {DRIVER_MOVE_MIN} or newer to change GPUs")
+    if major < DRIVER_MOVE_MIN or missing:
+        text = f"driver {driver}, with these bindings, brings processes back on their own GPU alone"
+        return warn("parking", text, f"to change GPUs, driver {DRIVER_MOVE_MIN} and cuda-bindings 13.3.1, or newer")
     return ok("parking", f"driver {driver} can checkpoint processes")

@@ -67,14 +67,14 @@ class Cuda:
     def cuCheckpointProcessCheckpoint(self, pid: int, arguments: Arguments) -> tuple[Status]:
         return self._call("cuCheckpointProcessCheckpoint", pid, arguments)
 
-    def cuCheckpointProcessRestore(self, pid: int, arguments: Arguments) -> tuple[Status]:
+    def cuCheckpointProcessRestore(self, pid: int, arguments: Arguments | None) -> tuple[Status]:
         return self._call("cuCheckpointProcessRestore", pid, arguments)
 
     def cuCheckpointProcessUnlock(self, pid: int, arguments: Arguments) -> tuple[Status]:
         return self._call("cuCheckpointProcessUnlock", pid, arguments)
 
-    def _call(self, name: str, pid: int, arguments: Arguments) -> tuple[Status]:
-        self.called.append((name, pid, vars(arguments)))
+    def _call(self, name: str, pid: int, arguments: Arguments | None) -> tuple[Status]:
+        self.called.append((name, pid, {} if arguments is None else vars(arguments)))
         return (Status(self.fails.get(name, 0)),)
 
 

@@ -93,8 +93,13 @@ def test_bindings_that_lack_anything_say_so_before_a_process_is_touched(name: st
                 raise AttributeError(asked)
             return super().__getattribute__(asked)
 
-    driver, _ = made(Older())
+    driver, cuda = made(Older())
     assert driver.about().missing == (name,)
+    if name == "CUcheckpointRestoreArgs":
+        driver.restore(PID, {})
+        assert cuda.called == [("cuCheckpointProcessRestore", PID, {})]
+        with pytest.raises(DriverError, match=r"13\.3\.1"):
+            driver.restore(PID, {UUIDS[0]: UUIDS[0], UUIDS[1]: UUIDS[1]})
 
 
 def test_a_driver_that_does_not_come_up_is_named() -> None:

@@ -40,7 +40,7 @@ def test_a_process_with_nothing_in_its_way_is_not_refused() -> None:
 @pytest.mark.parametrize(
     ("host", "rank", "reason"),
     [
-        (replace(HOST, about=About((580,), ("CUcheckpointRestoreArgs",))), RANK, Reason.BINDINGS),
+        (replace(HOST, about=About((580,), ("cuCheckpointProcessLock",))), RANK, Reason.BINDINGS),
         (replace(HOST, about=About((550, 90))), RANK, Reason.DRIVER),
         (replace(HOST, about=About(())), RANK, Reason.DRIVER),
         (HOST, replace(RANK, uid=None, state=None), Reason.GONE),
@@ -82,6 +82,15 @@ def test_a_place_that_does_not_fit_is_refused_before_the_restore(
     host: Host, pairs: dict[str, str], reason: Reason
 ) -> None:
     assert reasons(restore_refusals(host, [PARKED], [{"GPU-a": 30 * GIB}], pairs)) == {reason}
+
+
+def test_bindings_without_a_map_will_do_where_nothing_moves() -> None:
+    older = replace(HOST, about=About((580, 159), ("CUcheckpointRestoreArgs",)))
+    assert park_refusals(older, [RANK]) == ()
+    needed = [{"GPU-a": 30 * GIB}]
+    assert restore_refusals(older, [PARKED], needed, {}) == ()
+    swapped = {"GPU-a": "GPU-b", "GPU-b": "GPU-a"}
+    assert reasons(restore_refusals(older, [PARKED], needed, swapped)) == {Reason.BINDINGS}
 
 
 def test_two_ranks_that_come_back_on_one_gpu_need_room_for_both() -> None:

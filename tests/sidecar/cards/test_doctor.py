@@ -8,6 +8,7 @@ import pytest
 
 from midstream.adapters.cuda_checkpoint.bindings import CALLS
 from midstream.session.errors import EngineError
+from midstream.sidecar import doctor_engine
 from midstream.sidecar.cards import doctor
 from midstream.sidecar.cards.nvml import Library
 from midstream.sidecar.doctor import Check, Verdict
@@ -50,10 +51,19 @@ def test_a_card_that_is_well_one_to_be_watched_and_one_to_be_left(monkeypatch: p
     assert found["parking"] == Check("parking", Verdict.OK, "driver 580.159.03 can checkpoint processes")
 
 
-def test_bindings_that_lack_a_call_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    bindings(monkeypatch, *(name for name in CALLS if name != "CUcheckpointRestoreArgs"))
+@pytest.mark.parametrize(
+    ("lacking", "said"),
+    [("cuCheckpointProcessLock", "have no cuCheckpointProcessLock"), ("CUcheckpointGpuPair", "own GPU")],
+)
+def test_bindings_that_lack_a_call_are_a_warning(monkeypatch: pytest.MonkeyPatch, lacking: str, said: str) -> None:
+    bindings(monkeypatch, *(name for name in CALLS if name != lacking))
     found = doctor.parking("580.1")
-    assert (found.verdict, "CUcheckpointRestoreArgs" in found.fact) == (Verdict.WARN, True)
+    assert (found.verdict, said in found.fact) == (Verdict.WARN, True)
+
+
+def test_a_parked_worker_is_nothing_to_mend() -> None:
+    found = doctor_engine._worker_state({"name": "a", "state": "parked", "detail": "parked"})
+    assert (found.verdict, "midstream unpark" in found.fact) == (Verdict.OK, True)
 
 
 @pytest.mark.parametrize(
