@@ -142,8 +142,8 @@ def about(folder: Path, _: Sequence[str]) -> None:
     # Structures are for changing GPUs alone.
     lacking = sum(name.startswith("cu") for name in look["missing"])
     figure(
-        "calls that parking needs and the bindings lack", lacking, "calls", missing=look["missing"], driver=look["driver"],
-        bindings=metadata.version("cuda-bindings"), gpus=look["gpus"],
+        "calls that parking needs and the bindings lack", lacking, "calls",
+        missing=look["missing"], driver=look["driver"], bindings=metadata.version("cuda-bindings"), gpus=look["gpus"],
         huge_pages=pages.read_text().strip() if pages.exists() else "unknown",
     )  # fmt: skip
 
