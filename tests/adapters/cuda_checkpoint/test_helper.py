@@ -15,6 +15,9 @@ from midstream.adapters.cuda_checkpoint.driver import ProcessState
 from support.sim_cuda import DRIVER, SimCuda, wait_for
 from support.sim_trainers import GIB, Trainer, environ, trainers
 
+# Many processes, real ones.
+pytestmark = pytest.mark.service
+
 
 @pytest.fixture
 def sim() -> Iterator[SimCuda]:

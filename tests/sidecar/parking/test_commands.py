@@ -17,6 +17,9 @@ from midstream.adapters.cuda_checkpoint.driver import ProcessState
 from support.sim_cuda import DRIVER, SimCuda, wait_for
 from support.sim_trainers import GIB, Trainer, environ, trainers
 
+# Many processes, real ones.
+pytestmark = pytest.mark.service
+
 
 @pytest.fixture
 def folder() -> Iterator[Path]:

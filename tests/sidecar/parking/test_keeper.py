@@ -22,6 +22,9 @@ from midstream.sidecar.processes import read_process
 from support.sim_cuda import DRIVER, GPUS, VARIABLE, SimCuda
 from support.sim_trainers import GIB, SUPPORT, Trainer, trainers
 
+# Many processes, real ones.
+pytestmark = pytest.mark.service
+
 LIMITS = Limits(check_s=10, guest_s=5, lock_s=1, answer_s=0.5, copy_s=3, unlock_s=2, settle_s=0.5, kill_s=5)
 NCCL = {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 PLENTY = 64 * GIB

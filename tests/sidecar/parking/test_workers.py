@@ -32,6 +32,9 @@ from support.coordinating import Engine, Rig, asked
 from support.sim_cuda import DRIVER, VARIABLE, SimCuda, wait_for
 from support.sim_trainers import GIB, SUPPORT, environ
 
+# Many processes, real ones.
+pytestmark = pytest.mark.service
+
 LIMITS = Limits(check_s=10, guest_s=6, lock_s=1, answer_s=0.5, copy_s=3, unlock_s=2, settle_s=0.5, kill_s=5)
 
 
