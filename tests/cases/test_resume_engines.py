@@ -212,7 +212,7 @@ async def test_w3_usage_is_told_once_if_it_was_asked_for(stage: Stage, manner: M
     for chunk in told:
         assert chunk["choices"] == []
         counted = chunk["usage"]["prompt_tokens"], chunk["usage"]["completion_tokens"]
-        assert counted == (len(got.values["prompt_token_ids"]), len(got.ids))
+        assert counted == (len(got.prompt_ids), len(got.ids))
 
 
 async def test_s1_no_secret_is_in_anothers_answer(stage: Stage, manner: Manner) -> None:

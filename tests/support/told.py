@@ -37,6 +37,11 @@ class Told:
         return list(self.values.get("choices.0.token_ids") or [])
 
     @property
+    def prompt_ids(self) -> list[int]:
+        """Its prompt's token ids; of chats some engines tell them in the choice, others beside it."""
+        return list(self.values.get("prompt_token_ids") or self.values.get("choices.0.prompt_token_ids") or [])
+
+    @property
     def usage(self) -> dict[str, Any] | None:
         """Its counts, by name; None if it tells none."""
         counts = {k.removeprefix("usage."): v for k, v in self.values.items() if k.startswith("usage.")}
