@@ -69,9 +69,9 @@ class CudaDriver:
         found: dict[str, int] = {}
         for handle in self._handles():
             for process in self._told(self._nvml.nvmlDeviceGetComputeRunningProcesses, "list processes", handle):
-                if process.pid == pid:
-                    # None where the driver does not tell how much it is.
-                    found[self._uuid(handle)] = int(process.usedGpuMemory or 0)
+                # None where the driver does not tell how much it is; nothing must not be taken for an answer.
+                if process.pid == pid and process.usedGpuMemory:
+                    found[self._uuid(handle)] = int(process.usedGpuMemory)
         return Held(found)
 
     def state(self, pid: int) -> ProcessState:

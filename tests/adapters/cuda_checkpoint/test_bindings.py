@@ -7,6 +7,7 @@ import pytest
 from midstream.adapters.cuda_checkpoint.bindings import CALLS, CudaDriver
 from midstream.adapters.cuda_checkpoint.driver import About, Driver, DriverError, Gpu, ProcessState
 from support.fake_cuda import UUIDS, Cuda, Nvml
+from support.recorded_nvml import Process
 
 PID = 77
 
@@ -28,6 +29,8 @@ def test_what_there_is() -> None:
     )
     assert driver.held(PID).by_gpu == {UUIDS[0]: 30}
     assert driver.held(PID + 1).by_gpu == {}
+    driver._nvml.devices[0].answers["nvmlDeviceGetComputeRunningProcesses"] = [Process(PID, None)]
+    assert driver.held(PID).by_gpu == {}
 
 
 @pytest.mark.parametrize(("number", "state"), list(enumerate(ProcessState)))
