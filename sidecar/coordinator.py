@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ class CoordinatorSettings:
 
 
 class SidecarCoordinator:
-    """The coordinator of one sidecar."""
+    """The coordinator of one sidecar. `brought_over`: told of ends of sessions that were another node's before."""
 
     def __init__(
         self,
@@ -64,6 +64,7 @@ class SidecarCoordinator:
         stores: bool = False,
         memory: KeepsInMemory | None = None,
         replicas: ReadsElsewhere | None = None,
+        brought_over: Callable[[SessionId], Awaitable[None]] | None = None,
         suspect: Callable[[str, int, Reason], None] = lambda worker, epoch, reason: None,
     ) -> None:
         self._workers = workers
@@ -87,6 +88,7 @@ class SidecarCoordinator:
             suspect=suspect,
             draining=lambda: self.draining,
         )
+        self._brought_over = brought_over
         self._records: dict[SessionId, Record] = {}
         self.past = PastSessions()
         self.operators = Operators(self._records, self.past, self._kv, self._branched, self._takeovers.fits)
@@ -233,8 +235,14 @@ class SidecarCoordinator:
         if self._is_lent(facts.session):
             # It goes on elsewhere, or comes back: what is stored of it is still its own.
             return
-        self._finishing.add(task := asyncio.create_task(self._kv.finished(record)))
+        self._finishing.add(task := asyncio.create_task(self._finished(record)))
         task.add_done_callback(self._finishing.discard)
+
+    async def _finished(self, record: Record) -> None:
+        """What is kept of a session that is over may go first, wherever that is."""
+        await self._kv.finished(record)
+        if self._brought_over is not None and record.facts.generation:
+            await self._brought_over(record.facts.session)
 
     def plain_upstream(self) -> str:
         """A ready worker for what is not a session."""

@@ -114,6 +114,7 @@ class _Daemon:
             stores=settings.store.dir is not None,
             memory=self._mover_client if self._keeps_in_memory else None,
             replicas=self._mover_client if self._replicas is not None else None,
+            brought_over=None if self._replicas is None else self._replicas.finished,
         )
 
         self._emptying = Emptying(

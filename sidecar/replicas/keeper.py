@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,16 @@ class ReplicasKeeper:
             told = found if isinstance(found, dict) else {}
             raise Refused(f"replica_{told.get('reason', status)}", str(told.get("error", f"status {status}")))
         return found
+
+    async def finished(self, session: SessionId) -> None:
+        """Tell it that a session is over which others have brought here. Where it does not answer, time tells."""
+        with suppress(aiohttp.ClientError, TimeoutError, OSError):
+            async with (
+                asyncio.timeout(ANSWER_S),
+                aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(self.socket))) as http,
+                http.post(f"http://replicas{BASE}/finish/{session}"),
+            ):
+                return
 
     def stop(self) -> None:
         """End it; it has nothing that would be lost, but what it keeps for others."""

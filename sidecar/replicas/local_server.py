@@ -1,8 +1,9 @@
 """What this node's own mover and sidecar are told of snapshots elsewhere, at a Unix socket.
 
 Owns two routes to read by, as a peer's (peer_wire.py), so that a mover needs no client of its own for each kind of
-store, two for figures, and one by which the sidecar has a session brought to another node. The socket is 0600: only
-this user gets there, so nothing is signed.
+store, two for figures, and two for the sidecar: one by which it has a session brought to another node, and one by which
+it tells that a session is over which was brought here. The socket is 0600: only this user gets there, so nothing is
+signed.
 """
 
 import asyncio
@@ -35,11 +36,13 @@ class LocalServer:
         status: Callable[[], dict[str, float]],
         lag: Callable[[], dict[str, Any]],
         bring: Callable[[SessionId, str], Brought],
+        finish: Callable[[SessionId], None],
     ) -> None:
         self._reader = reader
         self._status = status
         self._lag = lag
         self._bring = bring
+        self._finish = finish
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="restore")
         self._running = 0
 
@@ -49,6 +52,7 @@ class LocalServer:
         app.router.add_get(f"{BASE}/latest/{{session}}", self._latest)
         app.router.add_get(f"{BASE}/chunks/{{name}}", self._chunk)
         app.router.add_post(f"{BASE}/bring/{{session}}", self._brought)
+        app.router.add_post(f"{BASE}/finish/{{session}}", self._finished)
         app.router.add_get(f"{BASE}/status", self._tell_status)
         app.router.add_get(f"{BASE}/lag", self._tell_lag)
         return app
@@ -75,6 +79,11 @@ class LocalServer:
         if not isinstance(to, str):
             raise ReplicaError(Refusal.REQUEST, 'expected {"to": "peer://HOST:PORT"}')
         return web.json_response(asdict(await self._read(lambda: self._bring(session, to))))
+
+    async def _finished(self, request: web.Request) -> web.Response:
+        session = _session(request)
+        await self._read(lambda: self._finish(session))
+        return web.json_response({})
 
     async def _tell_status(self, _: web.Request) -> web.Response:
         return web.json_response(self._status())

@@ -154,7 +154,12 @@ class _Replicas:
                 await asyncio.to_thread(thread.join, JOIN_S)
 
     def _local_app(self) -> Any:
-        return LocalServer(self._chain, self._status, self._lag, self._bringer.bring).app()
+        return LocalServer(self._chain, self._status, self._lag, self._bringer.bring, self._over).app()
+
+    def _over(self, session: SessionId) -> None:
+        """A session that others have brought here is over: what is kept of it may go first."""
+        if self._kept is not None:
+            self._kept.finish(session)
 
     async def _listen(self, stack: contextlib.AsyncExitStack) -> None:
         if self._kept is None or self._options.listen is None:

@@ -1,5 +1,6 @@
 """One session is brought to the memory of one node, because it is to go on there: real movers and replica processes."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -124,3 +125,18 @@ async def test_whatever_is_in_the_way_is_said_within_its_time(both: tuple[Node, 
     assert await refused(SESSION, there.place) == "replica_unreachable"
     here.replicas.kill()
     assert await refused(SESSION, there.place) == "no_replicas"
+
+
+async def test_what_was_brought_goes_first_when_its_session_is_over(both: tuple[Node, Node], fleet: Fleet) -> None:
+    here, there = both
+    here.worker("old").run(SESSION, PROMPT, OUTPUTS, [1, 2, 3, 4])
+    await here.mover.snapshot(here.workers[0].arena)
+    await here.keeper.bring(SESSION, there.place, within_s=10)
+    kept = there.replicas.peer(fleet)
+    assert [line.finished for line in await asyncio.to_thread(kept.list)] == [False]
+    await there.keeper.finished(SESSION)
+    assert [line.finished for line in await asyncio.to_thread(kept.list)] == [True]
+    # Of what is not known, and where nobody answers, nothing comes.
+    await there.keeper.finished(SessionId("2" * 32))
+    there.replicas.kill()
+    await there.keeper.finished(SESSION)

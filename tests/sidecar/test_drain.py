@@ -1,6 +1,7 @@
 """Drains of a node: until when they wait, what cancels them, and what is told of them."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -194,3 +195,23 @@ async def test_a_session_that_was_given_away_may_come_back_to_a_node_that_takes_
     with pytest.raises(Refused, match="draining"):
         await rig.coordinator.take_in(facts_of("6" * 32), (1, 2))
     assert (await rig.coordinator.take_in(facts, (1, 2))).worker == "a"
+
+
+async def test_the_end_of_a_session_that_came_from_elsewhere_is_told_to_who_keeps_what_was_brought(
+    tmp_path: Path,
+) -> None:
+    told: list[str] = []
+
+    async def over(session: str) -> None:
+        told.append(session)
+
+    rig = Rig(tmp_path)
+    rig.start("a")
+    rig.coordinator._brought_over = over
+    own, guest = facts_of("6" * 32), replace(facts_of(), generation=4096)
+    await rig.coordinator.admit(own)
+    await rig.coordinator.take_in(guest, (1, 2))
+    for facts in (own, guest):
+        rig.coordinator.ended(facts, "finished")
+    await asyncio.sleep(0.02)
+    assert told == [S]
