@@ -24,6 +24,7 @@ _OPTIONS = (
     "quantization",
     "enable_deterministic_inference",
     "disable_cuda_graph",
+    "disable_overlap_schedule",
     "enable_torch_compile",
     "enable_mixed_chunk",
     "preferred_sampling_params",

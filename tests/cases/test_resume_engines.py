@@ -24,7 +24,7 @@ from support.vllm_rig import Rig
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-ENGINES = [EMBEDDED, SGLANG, pytest.param(VLLM, marks=pytest.mark.vllm)]
+ENGINES = [EMBEDDED, pytest.param(SGLANG, marks=pytest.mark.apart), pytest.param(VLLM, marks=pytest.mark.vllm)]
 HALF = "\ufffd"
 # Fractions depend a little on who else is in a batch; in these cases there are none but for the usage's numbers.
 WITHIN = 1e-3
