@@ -128,6 +128,7 @@ class _Daemon:
             limits=limits_of(settings),
             drain_of=self._emptying.of,
             let_go=lambda pools, epoch: self._release(pools, epoch.arena_path),
+            count=lambda order, state: self._metrics.parkings.labels(order, state).inc(),
         )
 
     # ---- life

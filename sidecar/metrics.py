@@ -91,6 +91,12 @@ class Metrics:
         self.worker_restarts = Counter(
             "midstream_worker_restarts", "Restarts of engines that midstream started.", ("worker",), registry=registry
         )
+        self.parkings = Counter(
+            "midstream_parkings",
+            "Workers that were to be parked, or brought back, and where they came to rest.",
+            ("order", "state"),
+            registry=registry,
+        )
         self.orphans_killed = Counter(
             "midstream_orphans_killed",
             "Processes of engines that others started, ended because their front end was gone.",

@@ -39,7 +39,7 @@ _AWAY = (WorkerState.DEAD, WorkerState.RESTARTING, WorkerState.FAILED, WorkerSta
 
 
 class Parking:
-    """`drain_of` makes a worker's drain; `let_go` lets holder and mover go of an epoch's pools."""
+    """`drain_of` makes a worker's drain; `let_go` has holder and mover let go of pools; `count` counts orders."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class Parking:
         limits: Limits,
         drain_of: Callable[[Worker], Emptying],
         let_go: Callable[[Sequence[str], Epoch], Coroutine[Any, Any, None]],
+        count: Callable[[str, str], None] = lambda order, state: None,
         driver: str = CUDA,
         free_bytes: int | None = None,
     ) -> None:
@@ -59,6 +60,7 @@ class Parking:
         self._limits = limits
         self._drain_of = drain_of
         self._let_go = let_go
+        self._count = count
         self._driver = driver
         self._free_bytes = free_bytes
         self._keepers: dict[str, Keeper] = {}
@@ -84,6 +86,7 @@ class Parking:
             )  # fmt: skip
             self._keepers[name] = keeper
             outcome = await keeper.park()
+            self._count("park", outcome.state.value)
             await self._after(worker, outcome.state)
             return outcome
 
@@ -95,6 +98,7 @@ class Parking:
             if keeper is None or keeper.state is not ParkState.PARKED:
                 raise ParkError(f"worker {name} is not parked; `midstream park` lists what is")
             outcome = await keeper.unpark(moves_of(gpus, keeper.entry))
+            self._count("unpark", outcome.state.value)
             await self._after(worker, outcome.state)
             return outcome
 

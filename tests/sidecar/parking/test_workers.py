@@ -54,8 +54,11 @@ class Node:
         """What a sidecar that is started has."""
         return Parking(
             self.rig.workers, self.rig.coordinator, Journal(self.folder / "state"), limits=LIMITS,
-            drain_of=self._drain_of, let_go=self._release, driver=DRIVER, free_bytes=64 * GIB,
+            drain_of=self._drain_of, let_go=self._release, count=self._counted, driver=DRIVER, free_bytes=64 * GIB,
         )  # fmt: skip
+
+    def _counted(self, order: str, state: str) -> None:
+        self.rig.metrics.parkings.labels(order, state).inc()
 
     def _drain_of(self, worker: Worker) -> WorkerDrain:
         async def stay() -> None: ...
@@ -132,6 +135,9 @@ async def test_a_parked_worker_takes_no_sessions_and_comes_back_as_one_whose_kv_
     back = await node.parking.unpark("w0", ["GPU-1"])
     assert back.state is ParkState.RUNNING
     assert (node.ready, worker.parked, worker.text) == (["w0"], False, "")
+    text = node.rig.metrics.render()
+    assert b'midstream_parkings_total{order="park",state="parked"} 1.0' in text
+    assert b'midstream_parkings_total{order="unpark",state="running"} 1.0' in text
     assert engine.epoch.pools == []
     assert engine.epoch.exact_obstacles == ["no_pool"]
     await node.parking.close()
