@@ -21,7 +21,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
 
 BODY: dict[str, Any] = {
     "prompt": "What leaves a node, another one has to take", "temperature": 0.8, "seed": 5, "presence_penalty": 0.7,
-    "max_tokens": 900,
+    # The tiny model writes some hundred a second.
+    "max_tokens": 1800,
 }  # fmt: skip
 CUT = 150
 
@@ -99,14 +100,14 @@ async def test_a_drained_workers_sessions_go_on_exactly_at_the_other_one_and_it_
     start: Callable[..., Sidecar], http: aiohttp.ClientSession
 ) -> None:
     sidecar = await asyncio.to_thread(start, settings={"drain.short_s": 0})
-    bodies = [{**BODY, "seed": seed} for seed in range(4)]
+    bodies = [{**BODY, "seed": seed} for seed in range(2)]
     wanted = [await sidecar.stream(http, body) for body in bodies]
     require_whole(*wanted)
     async with ControlClient(sidecar.process.state_dir) as control:
 
         async def drained() -> None:
             async with asyncio.timeout(30):
-                while sum(len(s["outcomes"]) == 0 for s in await sidecar.sessions(http)) < 8:  # noqa: ASYNC110
+                while sum(len(s["outcomes"]) == 0 for s in await sidecar.sessions(http)) < 4:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             await control.drain(worker="worker-0", deadline_s=60)
             async with asyncio.timeout(60):
