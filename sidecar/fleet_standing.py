@@ -20,7 +20,7 @@ from .fleet.record import MemberId
 _LOG = logging.getLogger("midstream.fleet")
 
 # All streams of a process ask at once after it has joined again.
-_CLAIMS_AT_ONCE = 16
+_CLAIMS_AT_ONCE = 64
 _ASK_AGAIN_S = 0.5
 # Until then nothing is kept anywhere any more of what an earlier owner of a session has said.
 _RELEASE_AFTER_S = 3600.0
