@@ -54,17 +54,17 @@ class End:
             self.is_closed = True
             self._network.forget(self)
             if self._network.is_powered(self.host):
-                self._post(CLOSED)
+                self._post(CLOSED, self._network.lost_s(self.host, self.peer.host))
 
     def vanish(self) -> None:
         """Its host lost its power: nobody is told."""
         self.is_closed = True
 
-    def _post(self, message: Any) -> None:
+    def _post(self, message: Any, late_s: float = 0.0) -> None:
         self.under_way += 1
         network = self._network
         latency_s = network.latency_s(self.host, self.peer.host)
-        self._line.append((network.loop.now_s + latency_s, message))
+        self._line.append((network.loop.now_s + latency_s + late_s, message))
         if len(self._line) == 1:
             self._go_on()
 
@@ -114,9 +114,11 @@ Accept = Callable[[End], None]
 class Network:
     """All hosts, and who listens where."""
 
-    def __init__(self, loop: SimLoop, chance: random.Random) -> None:
+    def __init__(self, loop: SimLoop, chance: random.Random, last_lost: float = 0.0) -> None:
         self.loop = loop
         self._chance = chance
+        # How often the last of a connection is lost, and sent again later.
+        self._last_lost = last_lost
         self._cut: dict[tuple[str, str], int] = {}
         self._slow: dict[tuple[str, str], float] = {}
         self._dark: set[str] = set()
@@ -161,6 +163,12 @@ class Network:
         if source == target:
             return LOOPBACK_S
         return 0.0005 + 0.002 * self._chance.random() + self._slow.get((source, target), 0.0)
+
+    def lost_s(self, source: str, target: str) -> float:
+        """How much later the last of a connection comes, which nothing behind it brings along where it is lost."""
+        if source == target or self._chance.random() >= self._last_lost:
+            return 0.0
+        return self._chance.uniform(0.2, 3.0)
 
     def is_powered(self, host: str) -> bool:
         """Whether anybody answers there, if only to say that nobody listens."""

@@ -17,18 +17,20 @@ from midstream.proxy.sessions import Sessions
 from midstream.sidecar.fleet import fence, roster
 from midstream.sidecar.gateway.coordinator import GatewayCoordinator
 from midstream.sidecar.gateway.session import Stay
+from midstream.sidecar.mover.lineage import Lineage
 from midstream.sidecar.workers import Workers
 
-from . import mover, stores
+from . import mover
 from .engine import Kv, Run
 
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """One defect. `finds` are the kinds of failures by which it may show, the likeliest first."""
+    """One defect. `finds` are the kinds of failures by which it may show, and `near` is where it was found once."""
 
     plant: Callable[[], Any]
     finds: tuple[str, ...]
+    near: int = 0
 
 
 def _replaced(where: Any, name: str, what: Any) -> Callable[[], Any]:
@@ -85,24 +87,24 @@ def _any_kv(kv: Kv, run: Run) -> Kv:
     return kv
 
 
-def _longest(self: stores.Snapshot) -> tuple[int, int]:
-    """The longer of two snapshots is the later, whoever wrote it."""
-    return self.kv.kv_len, self.generation
-
-
 PLANTS = {
-    "the fence is always open": Plant(_replaced(fence.Fence, "is_open", lambda self, now_s: True), ("two-owners",)),
-    "the fence closes after the lease": Plant(_replaced(fence, "MARGIN", -1.0), ("two-owners",)),
-    "the service is believed": Plant(_replaced(roster, "lease_s_of", lambda member: 0), ("two-owners",)),
-    "the fence is not asked": Plant(_replaced(FencedResponse, "write", _sends_at_once), ("Unfenced",)),
-    "a node takes any generation": Plant(
-        _replaced(Sessions, "_as_the_only_one", _not_the_only_one), ("two-runs", "KeyError")
+    "the fence is always open": Plant(
+        _replaced(fence.Fence, "is_open", lambda self, now_s: True), ("two-owners",), near=5
     ),
-    "delivered is counted short": Plant(_counted_short, ("order", "ids", "too-long")),
+    "the fence closes after the lease": Plant(_replaced(fence, "MARGIN", -1.0), ("two-owners",), near=5),
+    "the service is believed": Plant(_replaced(roster, "lease_s_of", lambda member: 0), ("two-owners",), near=5),
+    "the fence is not asked": Plant(_replaced(FencedResponse, "write", _sends_at_once), ("Unfenced",), near=5),
+    "a node takes any generation": Plant(
+        _replaced(Sessions, "_as_the_only_one", _not_the_only_one), ("two-runs", "KeyError"), near=43
+    ),
+    "delivered is counted short": Plant(_counted_short, ("order", "ids", "too-long"), near=2),
     "whatever happened is called exact": Plant(
-        _replaced(Stay, "came_to", lambda self: Outcome.EXACT if self.reason else None), ("not-exact",)
+        _replaced(Stay, "came_to", lambda self: Outcome.EXACT if self.reason else None), ("not-exact",), near=8
+    ),
+    "a snapshot forgets its lineage": Plant(
+        _replaced(Lineage, "is_again", lambda self, slot: False), ("not-exact",), near=59
     ),
     "sessions are not counted off": Plant(_replaced(GatewayCoordinator, "ended", _ended_without_counting), ("tables",)),
     "epochs are not let go of": Plant(_replaced(Workers, "unassign", lambda self, session, epoch: None), ("leak",)),
-    "KV is not compared": Plant(_replaced(mover, "_cut", _any_kv), ("SilentlyWrong",)),
+    "KV is not compared": Plant(_replaced(mover, "_cut", _any_kv), ("SilentlyWrong",), near=5),
 }

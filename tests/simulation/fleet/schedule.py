@@ -109,6 +109,7 @@ class Shape:
     moves_recompute: bool = False
     odd_keys: float = 0.0
     chunk: int = 2
+    last_lost: float = 0.05
     # How often what must hold is looked at, and how often movers look at what is new.
     tick_s: float = 0.25
     look_s: float = 0.5
@@ -136,7 +137,7 @@ class Schedule:
 def small(seed: int) -> Schedule:
     """A few nodes, some dozens of sessions, and more trouble than any fleet has in a year."""
     chance = random.Random(f"{seed}/shape")
-    nodes = chance.choice((2, 2, 3, 4, 5, 6, 8, 12, 20))
+    nodes = chance.choice((1, 2, 2, 3, 4, 5, 6, 8, 12, 20))
     shape = Shape(
         nodes=nodes,
         gateways=chance.choice((1, 1, 2)),
@@ -154,6 +155,7 @@ def small(seed: int) -> Schedule:
         moves_recompute=chance.random() < 0.5,
         odd_keys=chance.choice((0.0, 0.0, 0.3)),
         chunk=chance.choice((1, 2, 3)),
+        last_lost=chance.choice((0.0, 0.1, 0.1, 0.9)),
     )
     sessions = chance.randint(14, 32)
     return Schedule(
@@ -187,7 +189,9 @@ def large(seed: int, nodes: int, sessions: int, trouble: float, coordinating: Co
         length = chance.randint(24, 40)
         question = Question(number, length, "length", chance.choice((40, 400)), wants_ids=chance.random() < 0.5)
         asked.append(Asked(WARM_S + chance.uniform(2.0, 14.0), question))
-    return Schedule(seed, shape, tuple(asked), failures(chance, shape, count=round(trouble * nodes)))
+    # The clients of a gateway that is killed have nothing more to tell.
+    befall = failures(chance, shape, count=round(trouble * nodes), never=frozenset({Kind.GATEWAY_KILL}))
+    return Schedule(seed, shape, tuple(asked), befall)
 
 
 def _asked(chance: random.Random, number: int, shape: Shape) -> Asked:
@@ -206,13 +210,16 @@ def _asked(chance: random.Random, number: int, shape: Shape) -> Asked:
     return Asked(WARM_S + chance.uniform(0.0, shape.horizon_s * 0.7), question, leaves_at, reads_s)
 
 
-def failures(chance: random.Random, shape: Shape, *, count: int) -> tuple[Failure, ...]:
+def failures(
+    chance: random.Random, shape: Shape, *, count: int, never: frozenset[Kind] = frozenset()
+) -> tuple[Failure, ...]:
     """So many failures, spread over the world's time."""
     kinds = [
         kind
         for kind in Kind
         if not (kind in _OF_THE_SERVICE and shape.coordinating is Coordinating.NONE)
         and not (kind is Kind.STORE_LOST and not shape.stores)
+        and kind not in never
     ]
     weights = [_WEIGHTS[kind] for kind in kinds]
     found = []

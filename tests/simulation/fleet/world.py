@@ -56,7 +56,7 @@ class World:
         # Told of each look, for figures.
         self.on_tick: Callable[[], None] = lambda: None
         self.chance = self._stream("world")
-        self.network = Network(loop, self._stream("network"))
+        self.network = Network(loop, self._stream("network"), shape.last_lost)
         renewals = _RENEWALS.get(shape.coordinating)
         service = None if renewals is None else Service(self.network, self._stream("service"), renewals)
         self.shared = Shared(
