@@ -1,0 +1,210 @@
+"""Gateways that go on with the streams of one that has ended: all in one process, before scripted engines."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from midstream.proxy.server import build_app, make_runner
+from midstream.proxy.settings import ProxySettings
+from midstream.sidecar.fleet.local import LocalCoordination
+from midstream.sidecar.fleet.presence import Presence
+from midstream.sidecar.fleet.proof import SecretBeliever, SecretProver
+from midstream.sidecar.fleet.record import Readiness, Record, Role
+from midstream.sidecar.fleet_standing import Standing
+from midstream.sidecar.fleet_streams import FleetStreams
+from midstream.sidecar.gateway.adoption import Adoption
+from midstream.sidecar.gateway.coordinator import GatewayCoordinator
+from midstream.sidecar.gateway.verdicts import Verdicts
+from midstream.sidecar.metrics import Metrics
+from support.answers import Answer
+from support.reconnecting import connected, position_in, whole_events
+from support.scripted import Fate, Script, ScriptedEngine
+from support.storeys import SECRET, Node
+
+ANSWER = Answer.words(40)
+KEPT = ProxySettings(reattach_s=30.0)
+PATHS = {
+    "/v1/completions": {"model": "tiny", "prompt": "x", "stream": True},
+    "/v1/chat/completions": {
+        "model": "tiny", "messages": [{"role": "user", "content": "x"}], "stream": True,
+        "stream_options": {"include_usage": True},
+    },
+}  # fmt: skip
+
+
+class Fleet:
+    """Nodes and gateways that are members of one fleet."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self.coordination = LocalCoordination()
+        self.nodes: dict[str, Node] = {}
+        self._stack = stack
+        self._ends: dict[str, AsyncExitStack] = {}
+
+    async def _member(self, name: str, role: Role, stack: AsyncExitStack) -> FleetStreams:
+        standing = Standing(self.coordination, 5)
+        record = Record(name, role, f"http://{name}:1", readiness=Readiness.READY)
+        presence = await Presence.enter(self.coordination, record, 10, standing.rejoined)
+        standing.entered(presence)
+        stack.push_async_callback(presence.close)
+        streams = FleetStreams(standing, SecretProver(SECRET), SecretBeliever(SECRET), stops_alone=True)
+        await stack.enter_async_context(streams.following())
+        return streams
+
+    async def node(self, name: str, *scripts: Script) -> Node:
+        engine = ScriptedEngine(ANSWER, *scripts, name=name)
+        await self._stack.enter_async_context(engine.serving())
+        self.nodes[name] = node = Node(name, engine)
+        node.settings, node.elsewhere = KEPT, await self._member(name, Role.NODE, self._stack)
+        await node.start()
+        self._stack.push_async_callback(node.stop)
+        return node
+
+    async def gateway(self, name: str) -> str:
+        """Start one; where it listens."""
+        stack = self._ends[name] = AsyncExitStack()
+        self._stack.push_async_callback(stack.aclose)
+        streams = await self._member(name, Role.GATEWAY, stack)
+        verdicts = await stack.enter_async_context(Verdicts(SecretProver(SECRET)))
+        coordinator = GatewayCoordinator(Metrics(), verdicts, takeover_timeout_s=5)
+        for node in self.nodes.values():
+            record = Record(node.name, Role.NODE, node.url, readiness=Readiness.READY, slot_count=8)
+            coordinator.nodes.heard(node.name, node.url, record, asked_s=0.0)
+        standing = streams._standing
+        adoption = await stack.enter_async_context(Adoption(standing, streams, coordinator))
+        app = build_app(
+            coordinator,
+            KEPT,
+            elsewhere=streams,
+            permits=streams._standing,
+            prover=SecretProver(SECRET),
+            adopts=adoption,
+        )
+        runner = make_runner(app, shutdown_timeout_s=0.1)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    async def end(self, name: str) -> None:
+        """One ends, and leaves its streams where they are."""
+        await self._ends[name].aclose()
+
+    @property
+    def requests(self) -> list[int]:
+        """How many each engine had."""
+        return [len(node.coordinator.engines[0].seen) for node in self.nodes.values()]
+
+
+@asynccontextmanager
+async def fleets() -> AsyncIterator[Fleet]:
+    async with AsyncExitStack() as stack:
+        fleet = Fleet(stack)
+        yield fleet
+        await stack.aclose()
+        await fleet.coordination.close()
+
+
+async def cut_off(url: str, path: str, after_bytes: int, have: bytes = b"") -> bytes:
+    """The whole events that a client gets of its stream, or of the rest of it."""
+    headers = {"Content-Type": "application/json", **last_of(have)}
+    async with connected(url, "POST", path, json.dumps(PATHS[path]).encode(), headers) as client:
+        await client.head()
+        assert client.status == 200
+        got = await client.read(after_bytes)
+        client.cut()
+    return whole_events(got)
+
+
+async def rest(url: str, path: str, have: bytes) -> tuple[int, bytes]:
+    """What it gets for the same request."""
+    headers = {"Content-Type": "application/json", **last_of(have)}
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(url + path, data=json.dumps(PATHS[path]).encode(), headers=headers) as answer,
+    ):
+        return answer.status, await answer.read()
+
+
+def last_of(have: bytes) -> dict[str, str]:
+    """The id of the last event that it has, if any."""
+    found = re.search(rb"^id: (.*)\.\d+$", have, re.MULTILINE)
+    return {} if found is None else {"Last-Event-ID": f"{found[1].decode()}.{position_in(have)}"}
+
+
+def said(stream: bytes) -> str:
+    """Its text, and that its events are numbered without a gap."""
+    numbers = [int(number) for number in re.findall(rb"^id: .*\.(\d+)$", stream, re.MULTILINE)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    chunks = [json.loads(data) for data in re.findall(rb"^data: (\{.*\})$", stream, re.MULTILINE)]
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    return "".join(c["text"] if "text" in c else c["delta"].get("content") or "" for c in choices)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_each_heir_says_what_the_first_would_have_said(path: str) -> None:
+    async with fleets() as fleet:
+        await fleet.node("a", Script(gap_s=0.03))
+        have = await cut_off(await fleet.gateway("first"), path, 1_500)
+        await fleet.end("first")
+        # The next one has it for a while, and the one after that has the rest.
+        have += await cut_off(await fleet.gateway("second"), path, 2_000, have)
+        assert b"[DONE]" not in have
+        await fleet.end("second")
+        status, more = await rest(await fleet.gateway("third"), path, have)
+        assert status == 200
+        have += more
+        assert said(have) == ANSWER.text()
+        assert have.count(b"data: [DONE]\n") == 1
+        assert (b'"usage":{' in have) == ("chat" in path)
+        assert fleet.requests == [1]
+
+
+@pytest.mark.parametrize("fate", [Fate.DIES, Fate.ERRS])
+async def test_an_heir_goes_on_at_another_node_when_that_one_is_lost(fate: Fate) -> None:
+    path = "/v1/completions"
+    async with fleets() as fleet:
+        a = await fleet.node("a", Script(at=30, fate=fate, gap_s=0.02))
+        a.coordinator.takeover_refusal = None
+        first = await fleet.gateway("first")
+        have = await cut_off(first, path, 1_500)
+        await fleet.node("b", Script())
+        await fleet.end("first")
+        second = await fleet.gateway("second")
+        asking = asyncio.create_task(rest(second, path, have))
+        await asyncio.sleep(0.2)
+        await a.lose()
+        status, more = await asking
+        assert status == 200
+        assert said(have + more) == ANSWER.text()
+        assert fleet.requests == [1, 1]
+        [(_, _, outputs, unseen)] = fleet.nodes["b"].coordinator.of("take_in")
+        assert not unseen
+        assert outputs == ANSWER.ids[: len(outputs)]
+        # Of what the second node says nobody could make the same stream again: another heir has nothing.
+        await fleet.end("second")
+        third = await fleet.gateway("third")
+        assert (await rest(third, path, have))[0] == 410
+
+
+async def test_two_heirs_at_once_are_one_and_a_way_to_it() -> None:
+    path = "/v1/completions"
+    async with fleets() as fleet:
+        await fleet.node("a", Script(gap_s=0.02))
+        first = await fleet.gateway("first")
+        have = await cut_off(first, path, 1_500)
+        await fleet.end("first")
+        urls = [await fleet.gateway(name) for name in ("second", "third")]
+        got = await asyncio.gather(*(rest(url, path, have) for url in urls))
+        whole = [more for status, more in got if status == 200]
+        # Those names are no hosts here: who lost the claim would have passed it on there.
+        assert [status for status, _ in got if status != 200] == [503]
+        assert said(have + whole[0]) == ANSWER.text()
+        assert fleet.requests == [1]
