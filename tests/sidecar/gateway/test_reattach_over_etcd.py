@@ -1,4 +1,7 @@
-"""Clients of one gateway that come back to another one, with nothing but curl: real processes, a real etcd."""
+"""Clients of one gateway that come back to another one, with nothing but curl: real processes, a real etcd.
+
+Their fleet has no secret: all that its members say to each other goes by TLS, and certificates prove it.
+"""
 
 import json
 import re
@@ -10,8 +13,10 @@ from collections.abc import Iterator
 import pytest
 
 from midstream.proxy.reattach_elsewhere import STREAMS_PATH
+from midstream.session.ports import free_ports
 from support.etcd_server import binary
 from support.leased_nodes import LeasedFleet
+from support.peers import make_fleet
 from support.reconnecting import position_in, whole_events
 
 pytestmark = [
@@ -29,13 +34,21 @@ KEPT = {"proxy.reattach_s": 30, "fleet.when_alone": "stop"}
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LeasedFleet]:
-    fleet = LeasedFleet(tmp_path_factory.mktemp("reattach"))
+    folder = tmp_path_factory.mktemp("reattach")
+    files = make_fleet(folder / "files", secret=None).files
+    ports = dict(zip(("node", *GATEWAYS), free_ports(1 + len(GATEWAYS)), strict=True))
+
+    def settings(name: str, **more: object) -> dict[str, object]:
+        return {
+            **KEPT, "fleet.secret_file": "null", "fleet.listen": f"127.0.0.1:{ports[name]}",
+            "fleet.tls_cert": files.certificate, "fleet.tls_key": files.key, "fleet.tls_ca": files.ca, **more,
+        }  # fmt: skip
+
+    fleet = LeasedFleet(folder)
     try:
-        fleet.node("node", KEPT)
-        fleet.gateway("one", KEPT)
-        fleet.gateway("other", KEPT)
-        fleet.gateway("third", KEPT)
-        fleet.gateway("ends", {**KEPT, "supervise.stop_timeout_s": 0.5})
+        fleet.node("node", settings("node"))
+        for name in GATEWAYS:
+            fleet.gateway(name, settings(name, **({"supervise.stop_timeout_s": 0.5} if name == "ends" else {})))
         fleet.listening("node", *GATEWAYS)
         deadline_s = time.monotonic() + 30
         for name in ("node", *GATEWAYS):
@@ -46,6 +59,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LeasedFleet]:
             while curl(f"{fleet.urls[name]}/readyz", "-o", "/dev/null", "-w", "%{http_code}") != b"200":
                 assert time.monotonic() < deadline_s, fleet.log(name)
                 time.sleep(0.05)
+        told = json.loads(curl(f"{fleet.urls['other']}/midstream/v1/status"))
+        assert [node["url"] for node in told["nodes"]] == [f"https://127.0.0.1:{ports['node']}"]
         yield fleet
     finally:
         fleet.stop()
