@@ -100,7 +100,8 @@ class RankHelper:
                     pipe.close()
         # One that hangs within a driver is left to its fate: its call is no longer waited for.
         with contextlib.suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self._process.wait, END_S)
+            # Also when whoever ends it is ended itself: it is to be collected.
+            await asyncio.shield(asyncio.to_thread(self._process.wait, END_S))
 
     async def _answer(self) -> dict[str, Any]:
         while b"\n" not in self._read:
