@@ -16,7 +16,7 @@ from .shrink import kind_of, shrunk
 from .world import play
 
 TOLD_MAX = 20
-_EVERY = 500
+_EVERY = 100
 
 
 def main() -> int:

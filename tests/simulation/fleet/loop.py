@@ -38,6 +38,7 @@ class SimLoop(asyncio.BaseEventLoop):
         super().__init__()
         self.now_s = 1000.0
         self.steps = 0
+        self.at_once_max = _AT_ONCE_MAX
         # At which step time last went on.
         self._since = 0
         self._ready: deque[asyncio.Handle]
@@ -87,7 +88,7 @@ class SimLoop(asyncio.BaseEventLoop):
             timer = heapq.heappop(due)[2]
             timer._scheduled = False
             ready.append(timer)
-        if self.steps - self._since > _AT_ONCE_MAX:
+        if self.steps - self._since > self.at_once_max:
             raise Spinning(f"at {self.now_s:.3f} s without end: {[str(handle) for handle in ready][:4]}")
         self.now_s += _TURN_S
         for _ in range(len(ready)):

@@ -225,7 +225,8 @@ class Leases(LeaseService):
             assert queue is not None
             while True:
                 try:
-                    told = await asyncio.wait_for(queue.get(), every_s)
+                    # Most changes come in crowds: who has one waiting needs no clock for it.
+                    told = await asyncio.wait_for(queue.get(), every_s) if queue.empty() else queue.get_nowait()
                 except TimeoutError:
                     # Nothing came: does it still answer, and was everything told?
                     await asyncio.wait_for(self._asked(lambda: None), 3)

@@ -50,6 +50,8 @@ class World:
         self.schedule = schedule
         self.loop = loop
         self.began_s = loop.now_s
+        # All who join at once are told of each other.
+        loop.at_once_max += 20 * shape.nodes**2
         self.is_healed = False
         self.counts: Counter[str] = Counter()
         self.defects: list[BaseException] = []
