@@ -301,7 +301,9 @@ class Helper:
         started = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
         argv = [sys.executable, "-m", HELPER, "--pid", str(pid), "--started", started]
         self._popen = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._line()
+        said = self._line()
+        if not said.get("ready"):
+            raise MidstreamError(f"no driver: {said.get('text', 'its helper does not start')}")
 
     def ask(self, op: str) -> dict[str, Any]:
         """What it answers."""
