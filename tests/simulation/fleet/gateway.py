@@ -30,6 +30,7 @@ from midstream.sidecar.gateway.orders import Orders
 from midstream.sidecar.gateway.picture_watch import PictureWatch
 from midstream.sidecar.gateway.verdicts import ANSWER_S, Verdicts
 
+from .client import Broken
 from .http import Ask, SimAnswer, SimRequest, SimUpstream, request
 from .loop import Process
 from .place import Shared, coordination_of
@@ -56,8 +57,8 @@ class SimGateway:
         self._poll_s = poll_s
         self._lost_s = lost_s
         self._recomputes = recomputes
-        # Answers of nodes that are read here, by session: each with its generation.
-        self.reading: dict[str, list[SimAnswer]] = {}
+        # The newest answer of a node that was read here, by session, and its generation.
+        self._reading: dict[str, tuple[int, SimAnswer | None]] = {}
 
     def start(self) -> None:
         """A gateway begins."""
@@ -68,7 +69,7 @@ class SimGateway:
         self.is_up = True
         shared.network.powered_on(self.host)
         self.process = process = shared.process(f"{self.name}.{self.life}")
-        self.reading = {}
+        self._reading = {}
         self._prover = SecretProver(shared.secret)
         verdicts = _Verdicts(shared, process, self.host, self._prover)
         self.coordinator = process.context.copy().run(
@@ -120,8 +121,13 @@ class SimGateway:
 
     def _answered(self, answer: SimAnswer, sent: "CIMultiDict[str]") -> None:
         session = sent.get(headers.REQUEST_ID, "").partition("-")[0]
-        known = [one for one in self.reading.get(session, []) if one.is_open]
-        self.reading[session] = [*known, answer]
+        _, before = self._reading.get(session, (0, None))
+        generation = int(sent.get(headers.REQUEST_ID, "").partition("-")[2] or 1)
+        if before is not None and before.is_open:
+            self._shared.on_defect(Broken("two-owners", f"{self.name} reads session {session} from two nodes at once"))
+        if generation <= self._reading.get(session, (0, None))[0]:
+            self._shared.on_defect(Broken("generation", f"{self.name}: session {session} has owner {generation} again"))
+        self._reading[session] = generation, answer
 
 
 async def _asked(
