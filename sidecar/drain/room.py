@@ -14,6 +14,8 @@ from ...session.errors import Refused
 
 HELD_S = 30.0
 HELD_MAX = 4096
+# What a session may write while it is being moved.
+MORE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)

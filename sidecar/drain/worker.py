@@ -16,20 +16,20 @@ from ...session.errors import Refused
 from ...session.ids import SessionId
 from ..coordinator import SidecarCoordinator
 from ..metrics import Metrics
+from ..put_off import PutOff
 from ..session_record import Record
 from ..workers import Worker
 from . import phase
 from .here import Here
 from .order import Leaving, dearest_first
 from .phase import Drain, Phase
+from .room import MORE_TOKENS
 
 _LOG = logging.getLogger("midstream.drain")
 
 LOOK_EVERY_S = 0.1
 MOVED_WITHIN_S = 30.0
 PUT_OFF_FIRST_S, PUT_OFF_LARGEST_S = 0.5, 10.0
-# What a session may write while it is being moved.
-_MORE_TOKENS = 64
 
 
 class WorkerDrain:
@@ -57,7 +57,7 @@ class WorkerDrain:
         self._clock = clock
         self._drain = Drain()
         self._moving: dict[SessionId, asyncio.Task[None]] = {}
-        self._put_off: dict[SessionId, tuple[float, float]] = {}
+        self._put_off: PutOff[SessionId] = PutOff(PUT_OFF_FIRST_S, PUT_OFF_LARGEST_S)
         self._running: asyncio.Task[None] | None = None
 
     @property
@@ -133,11 +133,13 @@ class WorkerDrain:
 
     def _begin_some(self) -> None:
         now_s = self._clock()
-        for leaving in dearest_first(self._here.leaving(self._worker.name), self._short_s):
+        here = self._here.leaving(self._worker.name)
+        self._put_off.keep({SessionId(one.session) for one in here})
+        for leaving in dearest_first(here, self._short_s):
             if len(self._moving) >= self._at_once:
                 return
             session = SessionId(leaving.session)
-            if session in self._moving or self._put_off.get(session, (0.0, 0.0))[0] > now_s:
+            if session in self._moving or self._put_off.is_put_off(session, now_s):
                 continue
             work = self._move(session, leaving)
             self._moving[session] = asyncio.create_task(work, name=f"move of {session}")
@@ -149,11 +151,9 @@ class WorkerDrain:
             del self._moving[session]
             error = task.exception()
             if error is None:
-                self._put_off.pop(session, None)
+                self._put_off.succeeded(session)
                 continue
-            _, wait_s = self._put_off.get(session, (0.0, PUT_OFF_FIRST_S / 2))
-            wait_s = min(2 * wait_s, PUT_OFF_LARGEST_S)
-            self._put_off[session] = self._clock() + wait_s, wait_s
+            self._put_off.failed(session, self._clock())
             reason = error.reason if isinstance(error, Refused) else "internal"
             self._metrics.drain_moves.labels(reason).inc()
             level = logging.WARNING if isinstance(error, Refused) else logging.ERROR
@@ -178,7 +178,7 @@ class WorkerDrain:
         able = [free for free in self._here.free() if free.key == leaving.key]
         if not able:
             raise Refused("no_target", "no other worker that is ready has its key; it stays where it is")
-        wanted = leaving.positions + _MORE_TOKENS
+        wanted = leaving.positions + MORE_TOKENS
         if not any(free.places >= 1 and (free.tokens is None or free.tokens >= wanted) for free in able):
             raise Refused("no_room", f"no other worker has room for {wanted} positions; it stays where it is for now")
 

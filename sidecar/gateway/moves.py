@@ -3,8 +3,8 @@
 Owns which session moves when, and the steps of each move up to the cut. Invariants: until the cut a session is read
 from where it is, and whatever goes wrong leaves it there; at most `at_once` sessions of a node move at a time; a gate
 is never closed for longer than `PAUSE_S`, nor before it is its session's turn to be saved; nothing is cut before a
-place is held for it and what it goes on from is there. What follows the cut is a takeover like others, and the
-coordinator's.
+place was held for it a moment ago and what it goes on from is there; what came to nothing is put off, whyever. What
+follows the cut is a takeover like others, and the coordinator's.
 """
 
 import asyncio
@@ -19,14 +19,17 @@ from ...proxy.policy import Policy
 from ...session.errors import Refused
 from ...session.ids import SessionId
 from ..drain.order import Leaving, dearest_first
+from ..drain.room import MORE_TOKENS
 from ..fleet.record import Readiness
 from ..metrics import Metrics
+from ..put_off import PutOff
 from ..session_record import wants_logprobs
 from .beginning import beginning_of
 from .node_table import NodeTable
 from .nodes import Node, choose
 from .orders import Orders, Saved
 from .session import Move, Session
+from .turns import Turns, Urgency
 
 _LOG = logging.getLogger("midstream.gateway")
 
@@ -38,8 +41,6 @@ SAVES_MAX = 5
 # How long a move's place among those at once is kept after the cut.
 RESUMES_S = 30.0
 TARGETS_MAX = 8
-# What a session may write while it is being moved.
-MORE_TOKENS = 64
 LOOK_EVERY_S = 0.5
 PUT_OFF_FIRST_S, PUT_OFF_LARGEST_S = 1.0, 15.0
 
@@ -58,11 +59,21 @@ class MoveSettings:
 
 @dataclass(slots=True)
 class _Emptying:
-    """A node that is being emptied. One session is saved at a time: no tail waits for the first save of another."""
+    """A node that is being emptied."""
 
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    moving: dict[SessionId, "asyncio.Task[None]"] = field(default_factory=dict)
-    put_off: dict[SessionId, tuple[float, float]] = field(default_factory=dict)
+    turns: Turns = field(default_factory=Turns)
+    moving: dict[SessionId, "asyncio.Task[bool]"] = field(default_factory=dict)
+    put_off: PutOff[SessionId] = field(default_factory=lambda: PutOff(PUT_OFF_FIRST_S, PUT_OFF_LARGEST_S))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What is held for a session: `to` is where its KV is saved, "" where it goes without; for so many `tokens`."""
+
+    target: Node
+    to: str
+    key: str
+    tokens: int
 
 
 class Moves:
@@ -114,6 +125,7 @@ class Moves:
                     await asyncio.sleep(LOOK_EVERY_S)
                 for session in [session for session, task in state.moving.items() if task.done()]:
                     self._moved(session, state)
+                state.put_off.keep(self._mine(id))
         finally:
             for task in state.moving.values():
                 task.cancel()
@@ -123,7 +135,11 @@ class Moves:
     async def _begin_some(self, node: Node, state: _Emptying) -> None:
         free = self._settings.at_once - len(state.moving)
         now_s = time.monotonic()
-        waiting = {s for s in self._mine(node.id) if s not in state.moving and not _is_put_off(state, s, now_s)}
+        waiting = {
+            id
+            for id in self._mine(node.id)
+            if id not in state.moving and not state.put_off.is_put_off(id, now_s) and self._goes_on(id, node)
+        }
         if free <= 0 or not waiting:
             return
         try:
@@ -132,17 +148,18 @@ class Moves:
             _LOG.warning("event=drain_not_told node=%s error=%s", node.id, error)
             return
         for session in [one for one in leaving if one.session in waiting][:free]:
-            task = asyncio.create_task(self._move(node, session, state.turn), name=f"move of {session.session}")
+            task = asyncio.create_task(self._move(node, session, state.turns), name=f"move of {session.session}")
             state.moving[SessionId(session.session)] = task
 
     def _moved(self, session: SessionId, state: _Emptying) -> None:
-        error = state.moving.pop(session).exception()
-        if error is None:
-            state.put_off.pop(session, None)
+        task = state.moving.pop(session)
+        error = task.exception()
+        if error is None and task.result():
+            state.put_off.succeeded(session)
             return
-        _, wait_s = state.put_off.get(session, (0.0, PUT_OFF_FIRST_S / 2))
-        wait_s = min(2 * wait_s, PUT_OFF_LARGEST_S)
-        state.put_off[session] = time.monotonic() + wait_s, wait_s
+        state.put_off.failed(session, time.monotonic())
+        if error is None:
+            return
         reason = error.reason if isinstance(error, Refused) else "internal"
         self._metrics.drain_moves.labels(_word(reason)).inc()
         if isinstance(error, Refused):
@@ -152,22 +169,25 @@ class Moves:
 
     # ---- one move
 
-    async def _move(self, node: Node, leaving: Leaving, turn: asyncio.Lock) -> None:
-        """Take one session to another node. Raises Refused, and has changed nothing then."""
+    async def _move(self, node: Node, leaving: Leaving, turns: Turns) -> bool:
+        """Take one session to another node; False where it stays, or did not come there. Raises Refused, and has
+        changed nothing then."""
         id = SessionId(leaving.session)
         session = self._sessions.get(id)
-        if session is None or session.stay.node != node.id or session.since_s is not None:
-            return
+        if session is None or not self._goes_on(id, node):
+            return False
         if session.facts.exact_obstacle or (wants_logprobs(session.facts.body) and not session.facts.stream):
             raise Refused("not_exact", "its tokens so far cannot be gone on from; it may end where it is")
         target = await self._hold(node, session, leaving)
         try:
-            to = await self._saved_before(node, session, target, turn)
-            move = await self._cut(node, session, target, to, turn)
-            if move is not None:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(RESUMES_S):
-                        await move.over.wait()
+            place = await self._saved_before(node, session, leaving, target, turns)
+            move = await self._cut(node, session, place, turns)
+            if move is None:
+                return False
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RESUMES_S):
+                    await move.over.wait()
+            return move.came
         finally:
             session.open_gate()
             # It has come, or will not come.
@@ -202,50 +222,61 @@ class Moves:
                 return target
         raise refused
 
-    async def _saved_before(self, node: Node, session: Session, target: Node, turn: asyncio.Lock) -> str:
+    async def _saved_before(self, node: Node, session: Session, leaving: Leaving, target: Node, turns: Turns) -> _Place:
         """Save it while it goes on, until what is left is a tail; where it was saved. Raises Refused."""
         to = target.record.replicas if target.record is not None else ""
+        tokens = leaving.positions
         if not to:
-            return self._without_kv(session, Refused("no_copy", f"node {target.id} keeps no snapshots of others"))
-        for _ in range(SAVES_MAX):
+            self._require_no_kv(session, Refused("no_copy", f"node {target.id} keeps no snapshots of others"))
+            return _Place(target, "", leaving.key, tokens)
+        for turn in range(SAVES_MAX):
             try:
-                async with turn:
+                async with turns.turn(Urgency.MORE if turn else Urgency.FIRST):
                     saved = await self._orders.save(node.url, session.facts.session, to, last=False)
             except Refused as error:
                 if error.reason not in ("no_store", "no_replicas"):
                     raise
-                return self._without_kv(session, error)
+                self._require_no_kv(session, error)
+                return _Place(target, "", leaving.key, tokens)
+            tokens = max(tokens, saved.kv_len)
             if saved.seconds <= SETTLED_S:
                 break
-        return to
+        if saved.seconds > PAUSE_S:
+            # Its client would wait that long, and most likely in vain.
+            raise Refused("slow", f"saving it takes {saved.seconds:.1f} s each time; it goes on where it is")
+        return _Place(target, to, leaving.key, tokens)
 
-    def _without_kv(self, session: Session, why: Refused) -> str:
+    def _require_no_kv(self, session: Session, why: Refused) -> None:
         if not self._settings.recomputes or session.facts.policy is Policy.EXACT:
             raise why
-        return ""
 
     def _may_cut(self, node: Node, session: Session, target: Node) -> bool:
         """Whether all is still as it was when the move began: also a drain that was cancelled ends it here."""
-        goes_on = session.stay.node == node.id and session.since_s is None and not session.is_interrupted
         still = self._nodes.get(target.id)
         return (
-            goes_on
+            self._goes_on(session.facts.session, node)
             and self._sessions.get(session.facts.session) is session
+            and not session.is_interrupted
             and self._draining(node.id) is not None
             and still is not None
             and still.is_ready
         )
 
-    async def _cut(self, node: Node, session: Session, target: Node, to: str, turn: asyncio.Lock) -> Move | None:
+    async def _cut(self, node: Node, session: Session, place: _Place, turns: Turns) -> Move | None:
         """The pause: the tail is saved, and the session told to go on there. None where it stays. Raises Refused."""
-        async with turn:
+        target, id = place.target, session.facts.session
+        async with turns.turn(Urgency.TAIL):
+            if not self._may_cut(node, session, target):
+                return None
+            # The first promise may have lapsed while it was saved, and it has grown since.
+            await self._orders.hold(target.url, id, place.tokens + MORE_TOKENS, [place.key])
             if not self._may_cut(node, session, target):
                 return None
             session.close_gate()
             closed_s = time.monotonic()
             try:
                 async with asyncio.timeout(PAUSE_S):
-                    saved = await self._orders.save(node.url, session.facts.session, to, last=True)
+                    saved = await self._orders.save(node.url, id, place.to, last=True)
             except TimeoutError:
                 raise Refused("slow", f"its tail was not saved within {PAUSE_S:g} s; it goes on where it is") from None
             if not self._may_cut(node, session, target):
@@ -262,16 +293,17 @@ class Moves:
         node = self._nodes.get(id)
         return node if node is not None and _drains(node) else None
 
-    def _mine(self, node: str) -> list[SessionId]:
-        return [id for id, session in self._sessions.items() if session.stay.node == node]
+    def _mine(self, node: str) -> set[SessionId]:
+        return {id for id, session in self._sessions.items() if session.stay.node == node}
+
+    def _goes_on(self, id: SessionId, node: Node) -> bool:
+        """Whether a session is there and has said something since it came: before that there is nothing to move."""
+        session = self._sessions.get(id)
+        return session is not None and session.stay.node == node.id and session.since_s is None
 
 
 def _drains(node: Node) -> bool:
     return node.record is not None and node.record.readiness is Readiness.DRAINING
-
-
-def _is_put_off(state: _Emptying, session: SessionId, now_s: float) -> bool:
-    return state.put_off.get(session, (0.0, 0.0))[0] > now_s
 
 
 # What nodes say comes from them: only these become a label.

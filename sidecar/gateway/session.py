@@ -12,6 +12,7 @@ from typing import Any
 
 from ...proxy.coordinator import LEAST_EXACT_FIRST, Outcome, Placement, Reason, SessionFacts
 from ..choice import Tier
+from ..put_off import PutOff
 
 # A node that turns a session away is asked again after a while that grows.
 AVOID_FIRST_S = 1.0
@@ -109,7 +110,7 @@ class Session:
     # A planned move that is not over yet, and the node that would take it back should it fail.
     move: Move | None = None
     back: str = ""
-    _avoided: dict[str, tuple[float, float]] = field(default_factory=dict)
+    _avoided: PutOff[str] = field(default_factory=lambda: PutOff(AVOID_FIRST_S, AVOID_LARGEST_S))
 
     @property
     def stay(self) -> Stay:
@@ -118,13 +119,11 @@ class Session:
 
     def avoid(self, node: str, now_s: float) -> None:
         """A node has turned it away."""
-        _, wait_s = self._avoided.get(node, (0.0, AVOID_FIRST_S / 2))
-        wait_s = min(2 * wait_s, AVOID_LARGEST_S)
-        self._avoided[node] = (now_s + wait_s, wait_s)
+        self._avoided.failed(node, now_s)
 
     def avoided(self, now_s: float) -> frozenset[str]:
         """Who is not to be asked again yet; of a session of which nothing has begun, never."""
-        return frozenset(n for n, (until_s, _) in self._avoided.items() if until_s > now_s or self.since_s is None)
+        return self._avoided.ever() if self.since_s is None else self._avoided.waiting(now_s)
 
     @property
     def is_interrupted(self) -> bool:

@@ -1,10 +1,15 @@
 """Nodes that drain: what their sessions' clients get, and what becomes of a move when something is in its way."""
 
 import asyncio
+import time
 from typing import Any
+
+import pytest
 
 from midstream.session.errors import Refused
 from midstream.session.marker import KvSource
+from midstream.sidecar.drain import room
+from midstream.sidecar.drain.saving import Saved
 from midstream.sidecar.gateway.moves import MoveSettings
 from support.answers import Answer
 from support.proxying import Got
@@ -119,6 +124,27 @@ async def test_a_node_without_room_is_noticed_before_the_cut() -> None:
         got = await asking
         require_whole(got)
         assert (moves(fleet, "moved"), moves(fleet, "elsewhere")) in ((1, 0), (0, 0))
+
+
+async def test_a_promise_that_lapsed_while_a_session_was_saved_is_made_again_before_the_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(room, "HELD_S", 0.1)
+    async with storeys(*nodes("a", "b", gap_s=0.05)) as fleet:
+        asking, source, target = await asked(fleet)
+        promised: list[int] = []
+        save = source.moving.save
+
+        async def slowly(session: str, to: str, *, last: bool) -> Saved:
+            if not last:
+                await asyncio.sleep(0.3)
+            promised.append(target.moving.rooms.count(time.monotonic()))
+            return await save(session, to, last=last)
+
+        monkeypatch.setattr(source.moving, "save", slowly)
+        source.coordinator.draining = True
+        require_whole(await asking)
+        assert promised == [0, 1]
 
 
 async def test_a_drain_that_is_cancelled_while_a_session_is_saved_cuts_nothing() -> None:
