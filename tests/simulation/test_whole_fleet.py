@@ -3,14 +3,17 @@
 Real gateways, nodes, sessions, leases and fences; see `simulation/fleet`. `make sim` plays thousands of schedules.
 """
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
+from simulation.fleet.growth import measured, told
 from simulation.fleet.plants import PLANTS
-from simulation.fleet.schedule import Kind, small
+from simulation.fleet.plot import picture
+from simulation.fleet.schedule import Coordinating, Kind, small
 from simulation.fleet.shrink import kind_of, shrunk
 from simulation.fleet.world import play
 
@@ -62,6 +65,18 @@ def test_a_planted_defect_is_found(name: str) -> None:
                 break
     assert found, "the simulation finds nothing"
     assert found[0] in plant.finds
+
+
+def test_what_a_node_asks_of_the_service_does_not_grow_with_the_fleet() -> None:
+    few, many = (measured(0, nodes, 6 * nodes, 0.5, Coordinating.ETCD) for nodes in (3, 12))
+    assert 0.3 < few.node_requests_each_s < 1.0, "renewals, and a look whether the service answers"
+    assert many.node_requests_each_s < 1.3 * few.node_requests_each_s
+    assert many.open_max > 60
+    assert many.ends is not None
+    assert many.ends["whole"] >= 65
+    drawn = picture([json.loads(told(figures)) for figures in (few, many)])
+    assert drawn.count("<polyline") == 8
+    assert ">12</text>" in drawn
 
 
 def test_a_failing_schedule_is_made_smaller() -> None:

@@ -231,6 +231,8 @@ class World:
             return
         client.is_over = True
         self.counts[f"client {client.end}"] += 1
+        if client.code:
+            self.counts[f"given up: {client.code}"] += 1
         if client.report is not None:
             self.counts[f"outcome {client.report.outcome}"] += 1
             self.counts["takeovers"] += client.report.takeovers
