@@ -51,10 +51,14 @@ pytestmark = [
 
 
 def connection(
-    *urls: str, when_alone: WhenAlone = WhenAlone.STOP, sweep_every_s: float = 300.0, **access: Any
+    *urls: str,
+    when_alone: WhenAlone = WhenAlone.STOP,
+    sweep_every_s: float = 300.0,
+    claim_kept_s: float = 3600.0,
+    **access: Any,
 ) -> LeasedCoordination:
     service = EtcdService(EtcdAccess(urls, **access), "fleet")
-    return LeasedCoordination(service, when_alone, sweep_every_s=sweep_every_s)
+    return LeasedCoordination(service, when_alone, sweep_every_s=sweep_every_s, claim_kept_s=claim_kept_s)
 
 
 def ask(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -409,8 +413,8 @@ async def test_nothing_that_answers_is_said_in_words(opened: Opened) -> None:
         await one.join(NODE, LEASE_S)
 
 
-async def test_claims_of_owners_who_are_over_are_swept(shared: EtcdServer, opened: Opened) -> None:
-    one = opened(shared.url, sweep_every_s=1.0)
+async def test_claims_of_owners_who_are_over_are_swept_a_while_later(shared: EtcdServer, opened: Opened) -> None:
+    one = opened(shared.url, sweep_every_s=0.5, claim_kept_s=2.0)
     gone, taker = await one.join(NODE, LEASE_S), await one.join(replace(NODE, name="zz"), LEASE_S)
     await gone.leave()
     session, kept = new_session(), new_session()
@@ -418,6 +422,8 @@ async def test_claims_of_owners_who_are_over_are_swept(shared: EtcdServer, opene
     await claimed(taker, session, 2, gone.id)
     await claimed(stays, kept, 2, gone.id)
     await taker.leave()
+    await asyncio.sleep(1)
+    assert await one.holder(session) is not None
     for _ in range(100):
         if await one.holder(session) is None:
             break
