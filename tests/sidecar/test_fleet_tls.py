@@ -21,6 +21,7 @@ from midstream.sidecar.config import Fleet
 from midstream.sidecar.fleet.proof import CertificateBeliever, CertificateProver
 from midstream.sidecar.fleet_access import believer_of, is_in_a_fleet, node_url, prover_of
 from midstream.sidecar.fleet_listener import listen_to_the_fleet
+from support.leased_nodes import end_holders
 from support.peers import make_fleet
 
 BODY = {"model": "bench", "prompt": "x", "temperature": 0, "stream": True, "max_tokens": 40, "bench_gap_s": 0.005}
@@ -59,6 +60,7 @@ class Processes:
         for process in self._running:
             process.kill()
             process.wait(10)
+        end_holders(self.folder)
 
 
 @pytest.fixture
@@ -88,6 +90,7 @@ async def told(http: aiohttp.ClientSession, url: str, path: str = "/v1/completio
         return answer.status, await answer.text()
 
 
+@pytest.mark.service
 @pytest.mark.timeout(90)
 async def test_certificates_alone_are_enough_and_without_one_nobody_gets_a_word(
     processes: Processes, tmp_path: Path
@@ -131,6 +134,7 @@ async def test_certificates_alone_are_enough_and_without_one_nobody_gets_a_word(
                 await answer.read()
 
 
+@pytest.mark.service
 @pytest.mark.timeout(90)
 async def test_with_a_secret_a_certificate_says_who_the_node_is_and_the_signature_who_asks(
     processes: Processes, tmp_path: Path

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 
 from .etcd_server import EtcdServer
 
@@ -48,6 +49,14 @@ class Stream:
         """Between two pieces with tokens."""
         times = self.tokens_s()
         return max((b - a for a, b in pairwise(times)), default=0.0)
+
+
+def end_holders(folder: Path) -> None:
+    """End those of sidecars that were killed: they would stay for ten minutes."""
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "midstream.sidecar.holder" in words and any(word.startswith(f"{folder}/") for word in words):
+            process.kill()
 
 
 class LeasedFleet:
@@ -123,6 +132,7 @@ class LeasedFleet:
             process.kill()
             process.wait(10)
         self.etcd.kill()
+        end_holders(self.folder)
 
     # ---- clients
 
