@@ -46,6 +46,8 @@ class Generation:
     origin: Origin | None = None
     # Whether nothing of that stream was said before.
     is_new: Callable[[], bool] = bool
+    # Raises while its client has more of that stream than was heard here: nobody but its node can go on with it then.
+    require_all_heard: Callable[[], None] | None = None
     # Tells a node, at its base URL, that nothing of this is to be kept.
     forget: Callable[[str], None] | None = None
 

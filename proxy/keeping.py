@@ -15,7 +15,8 @@ from .stream import Respond
 class Keeping:
     """What a session is told whose stream is kept: to whom it speaks, as long as what permits it, and as whose stream.
 
-    `is_new`: nothing of it has been said. `forget`: for nodes, at their base URLs, that keep something of the stream
+    `is_new`: nothing of it has been said. `require_all_heard` raises while its client has more than was said here: then
+    nobody but its node goes on with it. `forget`: for nodes, at their base URLs, that keep something of the stream
     and need not any more.
     """
 
@@ -23,6 +24,7 @@ class Keeping:
     permission: Permission
     origin: Origin | None = None
     is_new: Callable[[], bool] = bool
+    require_all_heard: Callable[[], None] | None = None
     forget: Callable[[str], None] | None = None
 
 

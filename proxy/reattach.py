@@ -58,6 +58,7 @@ class Reattach:
             stream.permission,
             origin,
             is_new=lambda: stream.log.last == 0,
+            require_all_heard=stream.require_all_heard,
             forget=lambda base_url: self._elsewhere.forget(base_url, origin),
         )
 

@@ -336,7 +336,13 @@ def _traceable(generation: Generation, keeping: Keeping | None) -> Generation:
     if generation.facts.exact_obstacle:
         return generation
     generation.failover.goes_by(keeping.permission, recorded=True)
-    return replace(generation, origin=keeping.origin, is_new=keeping.is_new, forget=keeping.forget)
+    return replace(
+        generation,
+        origin=keeping.origin,
+        is_new=keeping.is_new,
+        require_all_heard=keeping.require_all_heard,
+        forget=keeping.forget,
+    )
 
 
 def _require_permission(permission: Permission | None) -> None:

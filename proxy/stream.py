@@ -104,6 +104,8 @@ class StreamHandler:
                 step = await self._attempt(placement)
             if step.end is End.FINISHED:
                 return None
+            if self._generation.require_all_heard is not None:
+                self._generation.require_all_heard()
             if self._splicer.may_close():
                 # All that is lost are formalities: no worker is needed for them.
                 await self._send(Step(self._splicer.close(), End.FINISHED, fresh=True), placement)

@@ -2,8 +2,9 @@
 
 Owns the stream's log and its one reader. Invariant: each event is in the log before anybody gets it, under its id, and
 goes to each reader once and in order. What a reader has had may be dropped, what none has had never is: a session that
-says more than may be kept waits, and so does its engine. A session is the only writer of its stream. It knows no time:
-`reattach` says when a stream has been without a reader for too long.
+says more than may be kept waits, and so does its engine. A session is the only writer of its stream. Where its client
+has more than was said here (`behind`), it is said once more, unread, by who said it before: nothing else is told before
+all of that was heard. It knows no time: `reattach` says when a stream has been without a reader for too long.
 """
 
 import asyncio
@@ -15,9 +16,10 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from multidict import CIMultiDict
 
+from ..session.errors import Refused
 from .event_ids import Counting, Numbering
 from .orphans import KeptPart
-from .permission import Always, Permission
+from .permission import Always, NotPermitted, Permission
 from .sse import split_events
 from .stream_log import StreamLog
 from .stream_room import Room
@@ -76,7 +78,7 @@ class KeptStream:
         # What a node keeps for a gateway's stream: its events have no ids here, and no client comes back to it.
         self.part = part
         # Up to here its client has all, and it is said once more.
-        self._behind = behind
+        self.behind = behind
         self.permission = permission or Always()
         self.key = key
         self.digest = digest
@@ -123,7 +125,7 @@ class KeptStream:
                 return
         events = self._numbering.take(data)
         size_bytes = sum(map(len, events))
-        if self.log.last < self._behind:
+        if self.is_behind:
             self._say_again(events, size_bytes)
             return
         if not self._fits(size_bytes):
@@ -141,11 +143,28 @@ class KeptStream:
         await reader.write(events[0] if len(events) == 1 else b"".join(events))
 
     def end(self) -> None:
-        """The answer is whole."""
-        if self.phase is Phase.OPEN:
+        """The answer is whole. One that ends before what its client has is not that answer: it stays half."""
+        if self.phase is Phase.OPEN and not self.is_behind:
             self.phase = Phase.WHOLE
             if self.reader is not None:
                 self.reader.wake()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether its client has more than was said here."""
+        return self.log.last < self.behind
+
+    def require_all_heard(self) -> None:
+        """Whether anybody but the one that says it once more may go on with it.
+
+        Raises Refused where its client waits for a first word, and NotPermitted where it already reads.
+        """
+        if not self.is_behind:
+            return
+        if self.phase is Phase.AWAITED:
+            text = "the node that keeps the stream was lost before all was read that the client has; ask again"
+            raise Refused("stream_out_of_reach", text, retry_after_s=2)
+        raise NotPermitted(f"the client has {self.behind} events, and {self.log.last} were heard again")
 
     # ---- asked by those who read, and by whoever keeps it
 
@@ -186,8 +205,8 @@ class KeptStream:
         """Its client has these: they count, and need no room."""
         self.log.append(events)
         self._room.take(size_bytes)
-        self._room.give(self.log.trim(min(self.log.last, self._behind), self._room.share_bytes))
-        if self.log.last > self._behind and self.reader is not None:
+        self._room.give(self.log.trim(min(self.log.last, self.behind), self._room.share_bytes))
+        if self.log.last > self.behind and self.reader is not None:
             self.reader.wake()
 
     def _drop_what_was_read(self, reader: Reads) -> None:

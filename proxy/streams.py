@@ -108,7 +108,10 @@ class Streams:
 
     async def go_on(self, request: web.Request, stream: KeptStream, position: int) -> web.StreamResponse:
         """What follows a position that is kept, or why there is nothing."""
-        if not stream.log.has_after(position):
+        if stream.is_behind and position != stream.behind:
+            # What follows is on its way here once more, and nobody knows yet what of it there will be room for.
+            return told(problems.out_of_reach(), request)
+        if not stream.is_behind and not stream.log.has_after(position):
             return told(problems.no_such_position(position, stream.log.first, stream.log.last), request)
         return await self._read(request, stream, StreamReader(stream, position, request, self.keep_s), first=False)
 

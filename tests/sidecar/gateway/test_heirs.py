@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from midstream.proxy.orphans import Orphan
 from midstream.proxy.server import build_app, make_runner
 from midstream.proxy.settings import ProxySettings
 from midstream.sidecar.fleet.local import LocalCoordination
@@ -122,9 +123,10 @@ async def cut_off(url: str, path: str, after_bytes: int, have: bytes = b"") -> b
     return whole_events(got)
 
 
-async def rest(url: str, path: str, have: bytes) -> tuple[int, bytes]:
-    """What it gets for the same request."""
-    headers = {"Content-Type": "application/json", **last_of(have)}
+async def rest(url: str, path: str, have: bytes, *, more: int = 0, policy: str = "best-effort") -> tuple[int, bytes]:
+    """What it gets for the same request; it says that it has `more` events than it does."""
+    last = {name: f"{id.rpartition('.')[0]}.{position_in(have) + more}" for name, id in last_of(have).items()}
+    headers = {"Content-Type": "application/json", "X-Midstream-Policy": policy, **last}
     async with (
         aiohttp.ClientSession() as http,
         http.post(url + path, data=json.dumps(PATHS[path]).encode(), headers=headers) as answer,
@@ -208,3 +210,81 @@ async def test_two_heirs_at_once_are_one_and_a_way_to_it() -> None:
         assert [status for status, _ in got if status != 200] == [503]
         assert said(have + whole[0]) == ANSWER.text()
         assert fleet.requests == [1]
+
+
+@pytest.mark.parametrize("policy", ["best-effort", "exact"])
+async def test_nobody_goes_on_elsewhere_with_what_was_not_heard_again(
+    monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    path, adopt = "/v1/completions", Adoption.adopt
+    async with fleets() as fleet:
+        a = await fleet.node("a", Script(gap_s=0.02))
+        first = await fleet.gateway("first")
+        have = await cut_off(first, path, 1_500)
+        await fleet.node("b", Script())
+        await fleet.end("first")
+        second = await fleet.gateway("second")
+
+        async def and_lost(self: Adoption, token: str, digest: str) -> Orphan | str | None:
+            found = await adopt(self, token, digest)
+            await a.lose()
+            return found
+
+        # Its node has answered that it has the stream, and is lost before it says any of it again.
+        monkeypatch.setattr(Adoption, "adopt", and_lost)
+        status, answer = await rest(second, path, have, policy=policy)
+        assert (status, json.loads(answer)["error"]["code"]) == (503, "stream_out_of_reach")
+        assert fleet.requests == [1, 0]
+        # Nobody has it any more.
+        monkeypatch.setattr(Adoption, "adopt", adopt)
+        assert (await rest(second, path, have, policy=policy))[0] == 410
+        assert fleet.requests == [1, 0]
+
+
+async def test_a_node_that_is_lost_while_it_says_a_stream_again_breaks_the_connection_and_ends_no_answer() -> None:
+    path = "/v1/completions"
+    async with fleets() as fleet:
+        a = await fleet.node("a", Script(gap_s=0.02))
+        first = await fleet.gateway("first")
+        have = await cut_off(first, path, 1_500)
+        await fleet.node("b", Script())
+        await fleet.end("first")
+        second = await fleet.gateway("second")
+        # More than the node has said when it is lost.
+        asking = asyncio.create_task(rest(second, path, have, more=25))
+        await asyncio.sleep(0.2)
+        await a.lose()
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await asking
+        assert fleet.requests == [1, 0]
+
+
+async def test_who_comes_back_while_its_stream_is_said_again_waits_for_what_follows() -> None:
+    path = "/v1/completions"
+    async with fleets() as fleet:
+        await fleet.node("a", Script(gap_s=0.03))
+        have = await cut_off(await fleet.gateway("first"), path, 1_500)
+        await fleet.end("first")
+        second = await fleet.gateway("second")
+        once = asyncio.create_task(rest(second, path, have, more=20))
+        await asyncio.sleep(0.2)
+        # It has lost some of what it had: that is known when all was heard.
+        assert (await rest(second, path, have))[0] == 503
+        status, more = await rest(second, path, have, more=20)
+        assert status == 200
+        assert int(re.findall(rb"^id: .*\.(\d+)$", more, re.MULTILINE)[0]) == position_in(have) + 21
+        assert more.endswith(b"\n\n")
+        assert b"[DONE]" in more
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await once
+        assert fleet.requests == [1]
+
+
+async def test_an_answer_that_ends_before_what_its_client_says_it_has_does_not_look_whole() -> None:
+    path = "/v1/completions"
+    async with fleets() as fleet:
+        await fleet.node("a", Script(gap_s=0.01))
+        have = await cut_off(await fleet.gateway("first"), path, 1_500)
+        await fleet.end("first")
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await rest(await fleet.gateway("second"), path, have, more=1_000)
