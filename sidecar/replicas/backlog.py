@@ -112,9 +112,13 @@ class Backlog:
         if known is not None:
             known.not_before_s = until_s
 
-    def over(self) -> list[Head]:
-        """Sessions that are over, of which the store elsewhere was not told yet."""
-        return [known.head for known in self._sessions.values() if known.head.finished and not known.is_told]
+    def over(self, now_s: float) -> list[Head]:
+        """Sessions that are over, of which the store elsewhere is to be told."""
+        return [
+            known.head
+            for known in self._sessions.values()
+            if known.head.finished and not known.is_told and now_s >= known.not_before_s
+        ]
 
     def told(self, session: SessionId) -> None:
         """The store elsewhere knows that a session is over."""

@@ -177,11 +177,7 @@ class Courier:
             _LOG.info("event=replica_not_sent store=%s session=%s why=%s", self.name, session, error)
             self._put_off(session, 1.0)
         except StoreError as error:
-            if reason_of(error) not in _OF_THE_SESSION:
-                raise
-            self._count(error)
-            _LOG.warning("event=replica_refused store=%s session=%s error=%s", self.name, session, error)
-            self._put_off(session, PUT_OFF_S)
+            self._leave_aside(session, error)
         else:
             self._add("snapshots_sent")
             self._backoff.succeeded()
@@ -221,12 +217,16 @@ class Courier:
 
     def _tell_of_ends(self, store: ReplicaStore) -> None:
         with self._mutex:
-            over = self._backlog.over()
+            over = self._backlog.over(self._clock())
         for head in over:
-            there = store.latest(head.session)
-            # Whoever has the session now says when it is over.
-            if there is not None and there.generation <= head.generation:
-                store.finish(head.session)
+            try:
+                there = store.latest(head.session)
+                # Whoever has the session now says when it is over.
+                if there is not None and there.generation <= head.generation:
+                    store.finish(head.session)
+            except StoreError as error:
+                self._leave_aside(head.session, error)
+                continue
             with self._mutex:
                 self._backlog.told(head.session)
 
@@ -236,13 +236,26 @@ class Courier:
             session = self._backlog.unchecked(self._clock() - self._recheck_s)
         if session is None:
             return False
-        found = store.latest(session)
+        found = None
+        try:
+            found = store.latest(session)
+        except StoreError as error:
+            # What cannot be read there is not there, and is sent again after a while.
+            self._leave_aside(session, error)
         with self._mutex:
             if found is None:
                 self._backlog.found(session, 0, 0, self._clock())
             else:
                 self._backlog.found(session, found.generation, found.kv_len, self._clock())
         return True
+
+    def _leave_aside(self, session: SessionId, error: StoreError) -> None:
+        """For a while, if that error is of this session alone; one that says that the store is not well is raised."""
+        if reason_of(error) not in _OF_THE_SESSION:
+            raise error
+        self._count(error)
+        _LOG.warning("event=replica_refused store=%s session=%s error=%s", self.name, session, error)
+        self._put_off(session, PUT_OFF_S)
 
     def _put_off(self, session: SessionId, for_s: float) -> None:
         with self._mutex:

@@ -11,8 +11,9 @@ from contracts.store_suite import OTHER, SESSION, block, snapshot_of, write
 
 from midstream.session import chunk
 from midstream.session.disk_store import DiskStore
-from midstream.session.errors import StoreError
+from midstream.session.errors import CorruptError, StoreError
 from midstream.session.ids import SessionId
+from midstream.session.manifest import Manifest
 from midstream.sidecar.replicas import courier as couriers
 from midstream.sidecar.replicas.budget import Budget
 from midstream.sidecar.replicas.contract import Refusal, ReplicaError
@@ -181,6 +182,36 @@ def test_a_session_that_is_refused_for_itself_holds_up_no_other(rig: Rig) -> Non
     status = rig.courier.status()
     assert (status["up"], status["failures_too_large"]) == (1, 1)
     assert rig.there(OTHER) == 0
+
+
+class Unreadable(ObjectStore):
+    """Of one session nothing that is there can be read, once it is told so."""
+
+    of: SessionId | None = None
+
+    def latest(self, session: SessionId) -> Manifest | None:
+        if session == self.of:
+            raise CorruptError(f"manifest of session {session}: damaged")
+        return super().latest(session)
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_session_that_cannot_be_read_there_holds_up_no_other(rig: Rig, is_over: bool) -> None:
+    made = Unreadable(rig.remote, Names("", "node"), bytes_max=1 << 30)
+    rig.courier._open_store = lambda: made
+    write(rig.disk, range(2), OTHER)
+    rig.start()
+    rig.until(lambda: rig.there(OTHER) == 8)
+    made.of = OTHER
+    if is_over:
+        rig.disk.finish(OTHER)
+    rig.until(lambda: rig.courier.status()["failures_corrupt"] == 1)
+    write(rig.disk, range(4))
+    rig.until(lambda: rig.there() == 16)
+    time.sleep(0.4)
+    status = rig.courier.status()
+    # It is left aside for longer than this takes, and what is there of others is not asked for anew.
+    assert (status["up"], status["failures_corrupt"], status["snapshots_sent"]) == (1, 1, 2)
 
 
 def test_a_session_that_nobody_has_heard_of_for_long_is_not_sent(rig: Rig) -> None:

@@ -193,7 +193,7 @@ class SimMover:
             backlog.published(session, snapshot.generation, snapshot.kv.kv_len, loop.now_s)
         if self._is_cut(store):
             return
-        for head in backlog.over():
+        for head in backlog.over(loop.now_s):
             store.finish(head.session, head.generation)
             backlog.told(head.session)
 
