@@ -1,8 +1,9 @@
 """Brings one session's snapshot into the memory of one node, because somebody waits for it there.
 
 Owns the stores that it has opened for that. Invariants: only a peer of the fleet is sent to, never another kind of
-store; at most `PEERS_MAX` are open, of which the one that was not asked for the longest is closed first, and none while
-something is sent there. It asks for no turn among those that couriers send, but shares their bytes a second.
+store; each has senders of its own, so one that hangs holds nobody up but who is on the way there; of those that nothing
+is sent to at most `PEERS_MAX` are open, together with those that something is sent to, and the one that was not asked
+for the longest is closed first. It asks for no turn among those that couriers send, but shares their bytes a second.
 """
 
 import threading
@@ -34,7 +35,12 @@ class Brought:
 @dataclass(slots=True)
 class _Open:
     store: ReplicaStore
+    sending: Sending
     users: int = 0
+
+    def close(self) -> None:
+        self.sending.close()
+        self.store.close()
 
 
 class Bringer:
@@ -42,20 +48,21 @@ class Bringer:
 
     def __init__(self, open_store: Callable[[Remote], ReplicaStore], local: LocalStore, budget: Budget) -> None:
         self._open_store = open_store
+        self._local = local
+        self._budget = budget
         self._mutex = threading.Lock()
         self._open: OrderedDict[str, _Open] = OrderedDict()
         self._stopping = threading.Event()
         self._counts: dict[str, int] = {}
-        self._sending = Sending("bring", local, budget, self._stopping, self._count)
 
     def bring(self, session: SessionId, to: str) -> Brought:
         """Publish the session's latest snapshot at `peer://HOST:PORT`. Raises StoreError; MISSING if there is none."""
         remote = _peer(to)
         began_s = time.monotonic()
         before = self._counts.get("bytes_sent", 0)
-        with self._opened(remote) as store:
+        with self._opened(remote) as peer:
             try:
-                sent = self._sending.send(store, session)
+                sent = peer.sending.send(peer.store, session)
             except LocalGone as error:
                 raise ReplicaError(Refusal.MISSING, f"session {session}: {error}") from None
         self._count("brought", 1)
@@ -70,28 +77,28 @@ class Bringer:
     def close(self) -> None:
         """Send nothing more, and let go of all peers."""
         self._stopping.set()
-        self._sending.close()
         with self._mutex:
             left, self._open = list(self._open.values()), OrderedDict()
         for opened in left:
-            opened.store.close()
+            opened.close()
 
     @contextmanager
-    def _opened(self, remote: Remote) -> Iterator[ReplicaStore]:
+    def _opened(self, remote: Remote) -> Iterator[_Open]:
         with self._mutex:
             if self._stopping.is_set():
                 raise ReplicaError(Refusal.BUSY, "this process ends")
             opened = self._open.get(remote.place)
             if opened is None:
-                opened = self._open[remote.place] = _Open(self._open_store(remote))
+                sending = Sending("bring", self._local, self._budget, self._stopping, self._count)
+                opened = self._open[remote.place] = _Open(self._open_store(remote), sending)
             self._open.move_to_end(remote.place)
             opened.users += 1
             spare = [place for place, other in self._open.items() if not other.users][: len(self._open) - PEERS_MAX]
             closing = [self._open.pop(place) for place in spare] if len(self._open) > PEERS_MAX else []
         for other in closing:
-            other.store.close()
+            other.close()
         try:
-            yield opened.store
+            yield opened
         finally:
             with self._mutex:
                 opened.users -= 1
