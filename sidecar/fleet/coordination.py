@@ -117,8 +117,9 @@ class Membership(ABC):
     async def give(self, session: SessionId, generation: Generation, to: MemberId) -> None:
         """Let another member have a session from this generation on; send nothing of it any more before that is asked.
 
-        The claim that it leaves is how whoever looks for the session here finds it there. CoordinationError when the
-        service did not say; ask again before the other one sends anything.
+        The claim that it leaves is how whoever looks for the session here finds it there. What a member gives to
+        itself is its own claim, of that generation. CoordinationError when the service did not say; ask again before
+        the other one sends anything.
         """
 
     @abstractmethod

@@ -126,21 +126,23 @@ class LeasedMembership(Membership):
         )
 
     async def give(self, session: SessionId, generation: Generation, to: MemberId) -> None:
-        """Let another member have a session from this generation on."""
+        """Let another member have a session from this generation on, or have this one's own known."""
         self._require_lease()
         lease_s_of(to)
         claim = Claim(session, generation, to)
+        if to == self.id:
+            self._noted(claim)
         for _ in range(_ROUNDS_MAX):
             held = await self._bounded(self._service.claim(claim))
             if held is None or held == claim:  # the latter where the answer was lost last time
-                self._claims.pop(session, None)
+                self._given(claim)
                 return
             if held.owner != self.id:
                 raise CoordinationError(
                     f"session {session}: {held.owner} has it by now; it is not this member's to give"
                 )
             if await self._bounded(self._service.replace(held, claim)):
-                self._claims.pop(session, None)
+                self._given(claim)
                 return
         raise CoordinationError(
             f"session {session}: its claim changed {_ROUNDS_MAX} times while it was given; try again"
@@ -148,10 +150,16 @@ class LeasedMembership(Membership):
 
     async def release(self, session: SessionId) -> None:
         """The session has ended."""
-        claim = self._claims.get(session)
-        if claim is not None:
-            await self._bounded(self._service.replace(claim, None))
-            self._claims.pop(session, None)
+        claim: Claim | None = self._claims.get(session)
+        for _ in range(_ROUNDS_MAX):
+            if claim is None or claim.owner != self.id or await self._bounded(self._service.replace(claim, None)):
+                self._claims.pop(session, None)
+                return
+            # Another generation is there: one of which nobody said that it was written.
+            claim = await self._bounded(self._service.held(session))
+        raise CoordinationError(
+            f"session {session}: its claim changed {_ROUNDS_MAX} times while it was released; try again"
+        )
 
     async def leave(self) -> None:
         """Close the fence, say so, and give the lease back."""
@@ -241,6 +249,12 @@ class LeasedMembership(Membership):
                 )
             self._claims[claim.session] = claim
         return claim
+
+    def _given(self, claim: Claim) -> None:
+        if claim.owner == self.id:
+            self._claims[claim.session] = claim
+        else:
+            self._claims.pop(claim.session, None)
 
     def _won(self, claim: Claim) -> ClaimAnswer:
         self._require_lease()  # it can have been lost while the service was asked

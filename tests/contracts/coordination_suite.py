@@ -235,6 +235,25 @@ class CoordinationContract:
         await taker.release(session)
         assert await one.holder(session) is None
 
+    async def test_what_a_member_has_known_of_itself_is_its_claim_and_goes_when_it_is_released(
+        self, connect: Connect
+    ) -> None:
+        one, other = await connect(), await connect()
+        a, b = await one.join(NODE, LEASE_S), await other.join(OTHER, LEASE_S)
+        session, given = new_session(), new_session()
+        for generation in (2, 3, 3):
+            await a.give(session, Generation(generation), a.id)
+            assert await other.holder(session) == Claim(session, Generation(generation), a.id)
+        answer = await b.claim(session, Generation(4), a.id)
+        assert (answer.verdict, answer.holder) == (Verdict.TAKEN, Claim(session, Generation(3), a.id))
+        await a.release(session)
+        assert await other.holder(session) is None
+        # What another has by now is not this one's to release.
+        await a.give(given, Generation(2), a.id)
+        await a.give(given, Generation(3), b.id)
+        await a.release(given)
+        assert await one.holder(given) == Claim(given, Generation(3), b.id)
+
     async def test_who_joined_again_can_claim_what_was_its_own_before_anybody_else(self, connect: Connect) -> None:
         one, other = await connect(), await connect()
         former, taker = await one.join(NODE, LEASE_S), await other.join(OTHER, LEASE_S)
