@@ -1,7 +1,8 @@
 """A snapshot that is being written into a store made of objects.
 
 Owns which chunks it holds in place, and that two threads do not write the same one. Invariant: what it holds is let go
-of exactly once, when it is left; a draft that was left can do nothing any more. The store does what is written.
+of exactly once, when it is left; a draft that was left can do nothing any more, and what a thread of it was still about
+to hold then is let go of at once. The store does what is written.
 """
 
 import threading
@@ -30,8 +31,12 @@ class Holding(Protocol):
         """Make a snapshot visible."""
         ...
 
+    def let_go(self, names: Iterable[str]) -> None:
+        """The opposite of `pin`, once for each time."""
+        ...
+
     def end_draft(self, names: Iterable[str]) -> None:
-        """Let go of chunks."""
+        """Let go of a draft, and of chunks."""
         ...
 
 
@@ -65,8 +70,7 @@ class ObjectDraft:
         try:
             if not self._store.pin([name]):
                 self._store.write_chunk(name, stored)
-            with self._changed:
-                self._pinned[name] += 1
+            self._hold([name])
         finally:
             with self._changed:
                 self._writing.discard(name)
@@ -82,8 +86,7 @@ class ObjectDraft:
             self._check_open()
             mine = frozenset(name for name in names if self._pinned[name])
         fresh = self._store.pin([name for name in set(names) - mine if CHUNK_NAME.fullmatch(name)])
-        with self._changed:
-            self._pinned.update(fresh)
+        self._hold(fresh)
         return mine | fresh
 
     def publish(self, manifest: Manifest) -> str:
@@ -96,6 +99,15 @@ class ObjectDraft:
                 f"{len(unpinned)} chunks of the manifest are not of this draft; put or keep them first",
             )
         return self._store.publish(manifest)
+
+    def _hold(self, pinned: Collection[str]) -> None:
+        """Account for what the store has just pinned. ReplicaError if this draft was left meanwhile."""
+        with self._changed:
+            if not self._is_left:
+                self._pinned.update(pinned)
+                return
+        self._store.let_go(pinned)
+        self._check_open()
 
     def _check_open(self) -> None:
         if self._is_left:

@@ -197,9 +197,14 @@ class ObjectStore:
     # For drafts
 
     def end_draft(self, names: Iterable[str]) -> None:
-        """A draft was left: let go of its chunks; those that nothing uses are removed."""
+        """A draft was left."""
         with self._mutex:
             self._drafts -= 1
+        self.let_go(names)
+
+    def let_go(self, names: Iterable[str]) -> None:
+        """Chunks are not to be kept for a draft any more; those that nothing uses are removed."""
+        with self._mutex:
             free = [name for name in names if self._ledger.unpin(name)]
             # What cannot be removed now goes with a later sweep.
             with contextlib.suppress(StoreError):

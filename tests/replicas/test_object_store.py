@@ -252,6 +252,55 @@ def test_bytes_that_are_not_the_chunk_are_refused_before_they_are_sent(store: Ob
         assert store.figures().size_bytes == 0
 
 
+@pytest.mark.parametrize("call", ["put", "present"])
+def test_a_draft_that_is_left_while_a_thread_still_writes_for_it_keeps_nothing(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = MemoryObjects()
+    store = opened(objects)
+    raw = block(1)
+    name, stored = chunk.chunk_name(raw), chunk.encode(raw)[1]
+    if call == "present":
+        # It is there, and held by another draft when this one asks to have it kept.
+        other = store.begin()
+        other.put_stored(name, stored)
+    reached, may = threading.Event(), threading.Event()
+    original = getattr(objects, call)
+
+    def slowly(*arguments: object) -> object:
+        reached.set()
+        assert may.wait(10)
+        return original(*arguments)
+
+    monkeypatch.setattr(objects, call, slowly)
+    draft = store.begin()
+    errors: list[StoreError] = []
+
+    def work() -> None:
+        try:
+            if call == "put":
+                draft.put_stored(name, stored)
+            else:
+                draft.keep(name)
+        except StoreError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert reached.wait(10)
+    draft.__exit__(None, None, None)
+    may.set()
+    thread.join(10)
+    [error] = errors
+    assert "left" in str(error)
+    if call == "present":
+        assert store.figures().size_bytes > 0
+        other.__exit__(None, None, None)
+    assert store.figures().size_bytes == 0
+    # And it is one draft that was left, not two.
+    assert store._drafts == 0
+
+
 def test_drafts_are_bounded(store: ObjectStore) -> None:
     with_them = [store.begin() for _ in range(256)]
     with pytest.raises(ReplicaError) as busy:
