@@ -1,6 +1,7 @@
 """A vLLM and an SGLang of one model behind one sidecar: KV of the one is never given to the other.
 
-Both ways, a session is computed again over its old tokens; where it must be exact, it ends with an error instead.
+Both ways, a session whose engine dies is computed again over its old tokens; where it must be exact, it waits for an
+engine of its own kind. One that is moved by plan stays where its KV fits.
 """
 
 import asyncio
@@ -16,7 +17,6 @@ import pytest
 from midstream.adapters.sglang.adapter import SglangAdapter
 from midstream.loadtest.client import POLICY_HEADER, Answer, read_stream
 from midstream.loadtest.harness import SidecarProcess, Victim, kill_worker
-from midstream.session.errors import Refused
 from midstream.session.ids import SessionId
 from midstream.session.ports import free_port
 from midstream.sidecar import plugin_path
@@ -108,54 +108,42 @@ def site() -> Iterator[Site]:
 
 async def test_kv_of_one_engine_is_no_kv_for_another(site: Site, http: aiohttp.ClientSession) -> None:
     await site.start(http)
-    undisturbed = {name: await _alone(http, engine.url) for name, engine in site.engines.items()}
-    for victim in KINDS:
-        heir = next(name for name in KINDS if name != victim)
+    undisturbed = {name: await (await _begin(site, http, name)).reading for name in KINDS}
+    for victim, heir in (("v", "s"), ("s", "v")):
+        wanted = undisturbed[victim]
+        assert len(wanted.token_ids) == TOKENS
         async with ControlClient(site.sidecar.state_dir) as control:
-            moved, exact, killed = await _three(site, http, control, victim)
-        # By plan and by a death: everything that was said stays, and what follows is the other engine's.
-        for told, outcome in (moved, killed):
-            assert told.whole, (told.violations, told.error)
-            cut = int(outcome["cut"])
-            assert cut >= 10
-            assert told.token_ids[:cut] == undisturbed[victim].token_ids[:cut]
-            assert len(told.token_ids) == TOKENS
-            assert told.usage is not None
-            assert told.usage["completion_tokens"] == TOKENS
-            assert (outcome["outcome"], outcome["kv_tokens_loaded"]) == ("recomputed", 0), outcome
-            assert "engine" in outcome["detail"], outcome
-            assert outcome["worker"] == heir, outcome
-        assert exact.error is not None, exact
-        assert "not_exact" in str(exact.error)
-        assert exact.token_ids == undisturbed[victim].token_ids[: len(exact.token_ids)]
+            moved = await _begin(site, http, victim)
+            await control.move(SessionId(moved.session), at=10)
+            answer, outcome = await moved.reading, await _outcome(site, http, moved.session)
+        # By plan it stays where its KV fits.
+        assert answer.token_ids == wanted.token_ids
+        assert (outcome["outcome"], outcome["worker"]) == ("exact", victim), outcome
+        exact, plain = await _begin(site, http, victim, EXACT), await _begin(site, http, victim)
+        while min(len(exact.seen.token_ids), len(plain.seen.token_ids)) < 12:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        process = site.engines[victim].process
+        assert process is not None
+        assert kill_worker(process.pid, Victim.TREE)
+        answer = await plain.reading
+        outcome = await _outcome(site, http, plain.session)
+        # Everything that was said stays said, and what follows is the other engine's.
+        assert answer.whole, (answer.violations, answer.error)
+        cut = int(outcome["cut"])
+        assert cut >= 12
+        assert answer.token_ids[:cut] == wanted.token_ids[:cut]
+        assert len(answer.token_ids) == TOKENS
+        assert (outcome["outcome"], outcome["worker"], outcome["kv_tokens_loaded"]) == ("recomputed", heir, 0), outcome
+        assert "engine" in outcome["detail"], outcome
+        # Who must go on exactly has waited for an engine of its own kind.
+        assert not exact.reading.done()
         await asyncio.to_thread(site.engines[victim].kill)
         site.engines[victim].start()
+        answer, outcome = await exact.reading, await _outcome(site, http, exact.session)
+        assert answer.whole, (answer.violations, answer.error)
+        assert answer.token_ids == wanted.token_ids
+        assert (outcome["outcome"], outcome["worker"]) == ("exact", victim), outcome
         await site.known(http)
-
-
-async def _alone(http: aiohttp.ClientSession, url: str) -> Answer:
-    answer = await read_stream(http, url + CHAT, dict(BODY))
-    assert answer.whole, (answer.violations, answer.error)
-    return answer
-
-
-async def _three(
-    site: Site, http: aiohttp.ClientSession, control: ControlClient, victim: str
-) -> tuple[tuple[Answer, dict[str, Any]], Answer, tuple[Answer, dict[str, Any]]]:
-    """Three sessions on one engine: one is moved by plan, and that engine dies under the others, one of them exact."""
-    moved = await _begin(site, http, victim)
-    await control.move(SessionId(moved.session), at=10)
-    first = await moved.reading, await _outcome(site, http, moved.session)
-    exact = await _begin(site, http, victim, EXACT)
-    with pytest.raises(Refused, match="no worker that is ready could use its KV"):
-        await control.move(SessionId(exact.session), at=2)
-    plain = await _begin(site, http, victim)
-    while min(len(exact.seen.token_ids), len(plain.seen.token_ids)) < 12:  # noqa: ASYNC110
-        await asyncio.sleep(0.005)
-    process = site.engines[victim].process
-    assert process is not None
-    assert kill_worker(process.pid, Victim.TREE)
-    return first, await exact.reading, (await plain.reading, await _outcome(site, http, plain.session))
 
 
 class _Begun:
