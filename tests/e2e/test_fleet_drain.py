@@ -8,7 +8,7 @@ import pytest
 
 from support.host_fleet import Clients, HostFleet, Node, bodies, keeping, told_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.service, pytest.mark.apart, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.service, pytest.mark.apart, pytest.mark.timeout(600)]
 
 STREAMS = 6
 TOKENS = 1200

@@ -9,7 +9,7 @@ from support import mooncakes
 from support.host_fleet import MOONCAKE_PORT, Clients, HostFleet, bodies, told_of, with_replicas
 from support.host_wire import Link
 
-pytestmark = [pytest.mark.engine, pytest.mark.service, pytest.mark.apart, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.service, pytest.mark.apart, pytest.mark.timeout(600)]
 
 STREAMS = 4
 TOKENS = 600

@@ -7,7 +7,7 @@ import pytest
 
 from support.host_fleet import Clients, HostFleet, bodies, told_of, with_replicas
 
-pytestmark = [pytest.mark.engine, pytest.mark.service, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.service, pytest.mark.timeout(600)]
 
 STREAMS = 6
 TOKENS = 600
