@@ -1,7 +1,8 @@
 """Notices of Kubernetes: the node object says that it is cordoned, tainted, or in a condition that is a reason to go.
 
 Owns the judgement of a node object, and the watch over one. Invariants: of a watch that breaks off, or of which the
-server has forgotten where it was, the object is read anew; an object that is gone is a notice, for its machine is.
+server has forgotten where it was, the object is read anew; an object that was there and is gone is a notice, for its
+machine is. One that never was there is a wrong name.
 """
 
 import asyncio
@@ -21,6 +22,8 @@ ANSWER_S = 5.0
 WATCH_S = 240
 # So often at most is the object read, whatever becomes of watches.
 AGAIN_S = 1.0
+# And one that is gone, which may come back.
+GONE_AGAIN_S = 5.0
 
 
 def notice_of(node: dict[str, Any], taints: Collection[str], conditions: Collection[str]) -> Notice | None:
@@ -50,6 +53,7 @@ class KubernetesNode:
         self._node = node
         self._taints = frozenset(taints)
         self._conditions = frozenset(conditions)
+        self._was_there = False
 
     async def follow(self, tell: Tell) -> None:
         """See Source.follow."""
@@ -57,6 +61,9 @@ class KubernetesNode:
         async with aiohttp.ClientSession(connector=connector, read_bufsize=1 << 20) as http:
             while True:
                 version = await self._read(http, tell)
+                if version is None:
+                    await asyncio.sleep(GONE_AGAIN_S * (1 + random.random()))
+                    continue
                 async for kind, found in self._events(http, version):
                     if kind == "DELETED":
                         tell(Notice("the node was deleted"))
@@ -67,8 +74,8 @@ class KubernetesNode:
                         tell(notice_of(found, self._taints, self._conditions))
                 await asyncio.sleep(AGAIN_S * (1 + random.random()))
 
-    async def _read(self, http: aiohttp.ClientSession, tell: Tell) -> str:
-        """The object as it is, and its version."""
+    async def _read(self, http: aiohttp.ClientSession, tell: Tell) -> str | None:
+        """Tell of the object as it is; its version, None where it is gone."""
         timeout = aiohttp.ClientTimeout(total=ANSWER_S)
         status, body = 0, b""
         for _ in range(2):
@@ -82,12 +89,16 @@ class KubernetesNode:
             if status != 401:
                 break
             self._access.reject()
+        if status == 404 and self._was_there:
+            tell(Notice("the node was deleted"))
+            return None
         if status == 404:
             raise NoticeError(f"there is no node {self._node!r}; set drain.kubernetes_node to spec.nodeName of the pod")
         if status != 200:
             raise NoticeError(f"Kubernetes API: {status} for node {self._node}; the account needs get, list and watch "
                               "of nodes, which are the cluster's and need a ClusterRole")  # fmt: skip
         found = _object(body)
+        self._was_there = True
         tell(notice_of(found, self._taints, self._conditions))
         return str((found.get("metadata") or {}).get("resourceVersion", ""))
 

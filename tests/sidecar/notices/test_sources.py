@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 
 from midstream.sidecar.fleet.kubernetes_access import Credential, KubernetesAccess
+from midstream.sidecar.notices import kubernetes_node
 from midstream.sidecar.notices.aws import Aws
 from midstream.sidecar.notices.azure import Azure
 from midstream.sidecar.notices.contract import Notice, NoticeError, Source
@@ -205,17 +206,34 @@ async def test_a_watch_that_breaks_off_and_whose_version_is_forgotten_begins_ane
         await until(lambda: told[-1] is None)
 
 
-async def test_a_node_that_is_deleted_is_to_be_left() -> None:
+async def test_a_node_that_is_deleted_is_to_be_left_until_it_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes_node, "GONE_AGAIN_S", 0.05)
     api = NodeApi("n1")
-    async with serving(api.app()) as url:
-        source, told = node_source(url), list[Notice | None]()
-        following = asyncio.create_task(source.follow(told.append))
+    async with serving(api.app()) as url, told_by(node_source(url)) as told:
         await until(lambda: api.watches == 1)
         await api.delete()
         await until(lambda: told[-1] == Notice("the node was deleted"))
+        # It says so as often as it is asked, and is no error.
+        await until(lambda: told.count(Notice("the node was deleted")) >= 3)
+        await api.become(spec={})
+        await until(lambda: told[-1] is None)
+
+
+async def test_a_node_that_was_deleted_while_nobody_watched_is_to_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes_node, "AGAIN_S", 0.05)
+    api = NodeApi("n1")
+    async with serving(api.app()) as url, told_by(node_source(url)) as told:
+        await until(lambda: api.watches == 1)
+        api.node = None
+        await api.cut()
+        await until(lambda: told[-1] == Notice("the node was deleted"))
+
+
+async def test_a_node_that_never_was_there_is_a_wrong_name() -> None:
+    api = NodeApi("other")
+    async with serving(api.app()) as url:
         with pytest.raises(NoticeError, match=r"no node 'n1'.*drain.kubernetes_node"):
-            await following
-        assert told[-1] == Notice("the node was deleted")
+            await node_source(url).follow(lambda notice: None)
 
 
 async def test_an_account_without_rights_is_told_what_it_needs() -> None:
