@@ -63,9 +63,13 @@ class Saving:
             async with self._turns:
                 stored, outputs = await self._coordinator.operators.stored_now(session)
                 there = await self._bring(session, to, WITHIN_S)
-            if (there.get("generation"), there.get("kv_len")) < (stored.generation, stored.kv_len):
+            try:
+                is_older = (int(there["generation"]), int(there["kv_len"])) < (stored.generation, stored.kv_len)
+                size_bytes = int(there["size_bytes"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise Refused("bad_answer", f"the replica process answered {there}; is it of this version?") from error
+            if is_older:
                 raise Refused("replaced", f"session {session}: {to} has an older snapshot of it; ask again")
-            size_bytes = int(there.get("size_bytes", 0))
             saved = Saved(outputs, stored.kv_len, stored.generation, size_bytes, time.monotonic() - began_s)
         if last:
             self._coordinator.lend(session, LENT_S)

@@ -122,9 +122,14 @@ async def test_a_session_is_saved_with_the_outputs_that_its_snapshot_covers(tmp_
 async def test_what_is_there_and_older_than_what_was_saved_is_no_save(tmp_path: Path) -> None:
     async with node(tmp_path) as sidecar:
         for there in ({"generation": 1, "kv_len": PROMPT_LEN + 1}, {"generation": 0, "kv_len": 999}):
-            sidecar.there = there
+            sidecar.there = {**there, "size_bytes": 7}
             status, told = await sidecar.ask("POST", SAVE_PATH, {"to": TO})
             assert (status, told["error"]["code"]) == (503, "replaced")
+        # Nor is what a process of another version answers.
+        for odd in ({}, {"generation": None, "kv_len": None, "size_bytes": 7}):
+            sidecar.there = odd
+            status, told = await sidecar.ask("POST", SAVE_PATH, {"to": TO})
+            assert (status, told["error"]["code"]) == (503, "bad_answer")
         sidecar.there = Refused("replica_full", "it is full")
         assert (await sidecar.ask("POST", SAVE_PATH, {"to": TO}))[1]["error"]["code"] == "replica_full"
 
