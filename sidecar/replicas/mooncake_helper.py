@@ -75,10 +75,6 @@ class Helper:
         codes = [int(code) for code in self._client.batch_remove(asked["keys"], True)]
         return {"code": next((code for code in codes if code not in (0, NOT_FOUND)), 0)}
 
-    def health(self, _: dict[str, Any]) -> dict[str, Any]:
-        """Whether the master answers."""
-        return {"code": -int(self._client.health_check())}
-
     def _config(self, copies: int, pin: bool) -> Any:
         config = self._module.ReplicateConfig()
         config.replica_num = copies
@@ -90,7 +86,7 @@ class Helper:
         return config
 
 
-OPERATIONS = ("setup", "put", "get", "present", "sizes", "remove", "health")
+OPERATIONS = ("setup", "put", "get", "present", "sizes", "remove")
 
 
 def end_with(parent: int) -> None:

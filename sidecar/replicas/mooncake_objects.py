@@ -193,7 +193,15 @@ class MooncakeObjects:
             return self._helper
         if time.monotonic() < self._not_before_s:
             raise ReplicaError(Refusal.UNREACHABLE, f"Mooncake at {self._mooncake.master} was not there a moment ago")
-        self._not_before_s = time.monotonic() + START_AGAIN_S
+        try:
+            self._helper = self._started()
+        except ReplicaError:
+            # From when that was known: a master that hangs takes long to be found out.
+            self._not_before_s = time.monotonic() + START_AGAIN_S
+            raise
+        return self._helper
+
+    def _started(self) -> "_HelperProcess":
         helper = _HelperProcess(self._mooncake.python)
         try:
             config = self._mooncake
@@ -214,7 +222,6 @@ class MooncakeObjects:
                 Refusal.UNREACHABLE,
                 f"Mooncake's master at {self._mooncake.master} does not answer (code {answer['code']})",
             )
-        self._helper = helper
         return helper
 
     def _drop(self) -> None:

@@ -8,7 +8,6 @@ slow or gone holds nothing for long. The store does the rest.
 
 import asyncio
 import json
-import logging
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from ...proxy.fleet import Strangers
 from ...session import chunk, manifest
 from ...session.errors import CorruptError, StoreError
 from ...session.ids import SessionId
@@ -46,8 +46,6 @@ THREADS = 8
 ANSWERS_MAX = 64
 _DRAFT = re.compile(r"[0-9a-f]{32}")
 
-_LOG = logging.getLogger("midstream.replicas")
-
 # Of the request that this task serves, where it is signed.
 _body_must_be: ContextVar[str | None] = ContextVar("body_must_be", default=None)
 
@@ -70,6 +68,7 @@ class PeerServer:
     ) -> None:
         self._store = store
         self._verifier = verifier
+        self._strangers = Strangers()
         self._bodies_bytes_max = bodies_bytes_max
         self._bodies_bytes = 0
         self._drafts: dict[str, _Draft] = {}
@@ -115,7 +114,7 @@ class PeerServer:
             header = request.headers.get("Authorization")
             claim = verifier.check(request.method, request.raw_path, header, now_s=time.time())
         except NotSigned as error:
-            _LOG.warning("event=peer_refused remote=%s why=%s", request.remote, error)
+            self._strangers.tell(request.remote, str(error), time.monotonic())
             raise ReplicaError(Refusal.UNAUTHORIZED, "this node of the fleet answers its other nodes alone") from None
         if (request.content_length or 0) != claim.body_bytes or request.headers.get("Transfer-Encoding"):
             raise ReplicaError(Refusal.REQUEST, "the body has another length than was signed")

@@ -136,14 +136,7 @@ class PeerStore:
             return self._loop.call(self._exchange(method, path, body, bytes_max, within_s), within_s + 5)
         except TimeoutError:
             raise ReplicaError(Refusal.SLOW, f"{self._where}: no answer within {within_s:.0f} s") from None
-        except (
-            aiohttp.ClientError,
-            asyncio.IncompleteReadError,
-            CancelledError,
-            OSError,
-            ValueError,
-            RuntimeError,
-        ) as error:
+        except _LOST as error:
             raise ReplicaError(
                 Refusal.UNREACHABLE, f"{self._where}: {error or type(error).__name__}; look whether it runs"
             ) from error

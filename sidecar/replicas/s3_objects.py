@@ -1,8 +1,9 @@
 """Objects in a bucket of S3, or of what speaks as S3 does: for cold snapshots.
 
-Owns the client and its bounds. Invariant: every call ends within CALL_S and the time of its bytes; an object is seen
-whole (S3 gives read-after-write and lists what was written). Credentials are boto3's own business: variables, files,
-or the role of the machine. It needs boto3, which is installed for it alone.
+Owns the client and its bounds. Invariant: no call waits longer than READ_S for the next byte, and what is brought ends
+within CALL_S and the time of its bytes; what is sent or asked has no such end, for its answers are short. An object is
+seen whole (S3 gives read-after-write and lists what was written). Credentials are boto3's own business: variables,
+files, or the role of the machine. It needs boto3, which is installed for it alone.
 """
 
 import importlib

@@ -9,6 +9,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -220,6 +221,21 @@ def test_a_right_secret_without_the_certificate_is_refused_in_the_handshake(node
 def signed(method: str, target: str, body: bytes = b"", once: str | None = None, now_s: float | None = None) -> str:
     moment = time.time() if now_s is None else now_s
     return authorization(SECRET, method, target, body, now_s=moment, once=once or os.urandom(16).hex())
+
+
+def test_who_is_refused_again_and_again_does_not_fill_the_log(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    rig = ServedHere(fleet)
+    wrong = replace(fleet.credentials, secret=b"another secret, just as long")
+    store = PeerStore(Peer(f"https://127.0.0.1:{rig.port}", credentials=wrong))
+    try:
+        for _ in range(5):
+            with pytest.raises(ReplicaError, match="alone"):
+                store.latest(SESSION)
+        assert rig.server.refused[Refusal.UNAUTHORIZED] == 5
+        assert caplog.text.count("event=not_of_the_fleet remote=127.0.0.1") == 1
+    finally:
+        store.close()
+        rig.close()
 
 
 def raw(port: int, request: bytes) -> bytes:
