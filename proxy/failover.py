@@ -120,7 +120,8 @@ class Failover:
         """Returns when what the new owner computes may be sent. Raises Refused."""
         await self._coordinator.settled(self._facts, placement)
         if self._recording is not None and not await self._recording:
-            raise Refused(NO_LEASE, "this process has lost its lease, and with it the session", retry_after_s=1)
+            text = "the fleet could not be told in time where the session goes on, so nothing of that may be sent"
+            raise Refused(NO_LEASE, f"{text}; send it again", retry_after_s=1)
 
     def journaled(self, placement: Placement) -> int:
         """How many tokens the worker has written, as far as is known."""

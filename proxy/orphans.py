@@ -17,6 +17,7 @@ from ..session.ids import SessionId, session_id
 from ..session.marker import FIELD
 from .coordinator import Placement, SessionFacts
 from .event_ids import is_token
+from .permission import Permission
 
 # Beside the marker, where no client's word gets to.
 _NAME = "stream"
@@ -46,13 +47,17 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """A stream whose gateway is no more, as the node tells of it that keeps it; it is this gateway's by now."""
+    """A stream whose gateway is no more, as the node tells of it that keeps it; it is this gateway's by now.
+
+    `permission`: under which it was claimed, and which it goes by.
+    """
 
     origin: Origin
     session: SessionId
     generation: int
     seed: int | None
     node: str
+    permission: Permission
 
 
 def code_of_this() -> str:

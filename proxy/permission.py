@@ -28,18 +28,15 @@ class Permission(Protocol):
         """Returns once they may be written, or False: never, or not within any time that a client would wait."""
         ...
 
-    def cover(self, sessions: Iterable[SessionId], *, claimed: int = 0) -> None:
-        """The stream's tokens are those of these sessions, which were another's where they are `claimed`.
-
-        That is the generation under which they are.
-        """
+    def cover(self, sessions: Iterable[SessionId]) -> None:
+        """The stream's tokens are those of these sessions."""
         ...
 
     async def record(self, generation: int) -> bool:
         """Have the fleet know under which generation the sessions go on, before anything of it is sent.
 
         So whoever takes them up from this process never does with what an owner before that one had. False when this
-        process may not send any more.
+        process may not send any more, or nobody has said that it is known for as long as a client would wait.
         """
         ...
 
@@ -69,7 +66,7 @@ class Always:
         """At once."""
         return True
 
-    def cover(self, sessions: Iterable[SessionId], *, claimed: int = 0) -> None:
+    def cover(self, sessions: Iterable[SessionId]) -> None:
         """Whose they are is nobody's question."""
 
     async def record(self, generation: int) -> bool:

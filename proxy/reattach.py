@@ -9,6 +9,7 @@ import hashlib
 import secrets
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -34,6 +35,8 @@ class Reattach:
         self._streams = streams
         self._elsewhere = elsewhere
         self._adopts = adopts
+        # Streams of others that are being looked for.
+        self._looked_for: set[str] = set()
         self.parts = Parts(streams, lambda: bool(elsewhere.own_prefix))
 
     async def begin(self, request: web.Request, body: bytes, session: Session, held: ExitStack) -> web.StreamResponse:
@@ -59,8 +62,17 @@ class Reattach:
             origin,
             is_new=lambda: stream.log.last == 0,
             require_all_heard=stream.require_all_heard,
-            forget=lambda base_url: self._elsewhere.forget(base_url, origin),
+            forget=partial(self._forget, stream, origin),
         )
+
+    def _forget(self, stream: KeptStream, origin: Origin, base_url: str) -> None:
+        """A node need not keep its part: the stream was given up, or goes on elsewhere.
+
+        Who may not send any more says nothing of it: that is for whoever comes next. Nor does who has not heard all of
+        it that its client has: who comes back begins with it once more.
+        """
+        if stream.permission.may_send() and (stream.phase is Phase.GONE or not stream.is_behind):
+            self._elsewhere.forget(base_url, origin)
 
     # ---- those who come back
 
@@ -132,27 +144,32 @@ class Reattach:
         self, request: web.Request, token: str, position: int, body: bytes, heir: Heir, held: ExitStack
     ) -> web.StreamResponse:
         """Go on with a stream whose gateway is no more, or say where it is."""
-        gone = told(problems.not_kept(self._streams.keep_s), request)
-        if self._adopts is None or SENT_ON in request.headers:
-            return gone
-        if self._streams.get(token) is not None:
-            # Its client comes back twice before the first answer.
-            return told(problems.out_of_reach(), request)
+        gone, later = problems.not_kept(self._streams.keep_s), problems.out_of_reach()
+        if self._adopts is None or prefix_of(token) in ("", self._elsewhere.own_prefix):
+            # What was begun here, or by nobody whom others know, is nobody else's either.
+            return told(gone, request)
+        if token in self._looked_for or self._streams.get(token) is not None or not self._streams.may_begin():
+            # Its client comes back twice before the first answer; or there is no place at the moment.
+            return told(later, request)
         digest = _digest(request, body)
-        stream = self._streams.new(token, digest, behind=position)
-        if stream is None:
-            return gone
-        found: Orphan | str | None = None
+        self._looked_for.add(token)
         try:
             found = await self._adopts.adopt(token, digest.hex())
         except Refused as error:
             return told(problems.refused(error), request)
         finally:
-            if not isinstance(found, Orphan):
-                self._streams.drop(stream)
-        if not isinstance(found, Orphan):
-            return gone if found is None else await self._elsewhere.ask_at(request, found, body)
-        stream.permission.cover((found.session,), claimed=found.generation)
+            self._looked_for.discard(token)
+        if isinstance(found, str):
+            # Never by a chain: whoever has sent this on is told to ask again.
+            is_sent_on = SENT_ON in request.headers
+            return told(later, request) if is_sent_on else await self._elsewhere.ask_at(request, found, body)
+        if found is None:
+            return told(gone, request)
+        # Only now: a name that anybody can invent is to cost nobody else's answer its place.
+        stream = self._streams.new(token, digest, behind=position, permission=found.permission)
+        if stream is None:
+            found.permission.ended()
+            return told(later, request)
         self._streams.run(stream, heir(self._keeping(stream), found), held)
         return await self._streams.answer(request, stream, position, first=False)
 

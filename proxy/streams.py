@@ -20,7 +20,7 @@ from multidict import CIMultiDict
 
 from . import headers, problems
 from .orphans import KeptPart
-from .permission import Permits
+from .permission import Permission, Permits
 from .problems import Problem
 from .settings import ProxySettings
 from .stream_kept import KeptStream, Phase
@@ -51,11 +51,24 @@ class Streams:
         """The stream of that name, whether or not its client has the name yet."""
         return self._streams.get(self._key(token))
 
-    def new(self, token: str, digest: bytes, *, part: KeptPart | None = None, behind: int = 0) -> KeptStream | None:
-        """A place for one more; None where everything is in use."""
+    def may_begin(self) -> bool:
+        """Whether there is a place for one more, or one could be made."""
+        return len(self._streams) < self._streams_max or bool(self._spare)
+
+    def new(
+        self,
+        token: str,
+        digest: bytes,
+        *,
+        part: KeptPart | None = None,
+        behind: int = 0,
+        permission: Permission | None = None,
+    ) -> KeptStream | None:
+        """A place for one more; None where everything is in use. It goes by that permission, or the moment's."""
         if len(self._streams) >= self._streams_max and not self._drop_spare():
             return None
-        stream = KeptStream(token, self._key(token), digest, self._room, self._permits.now(), part=part, behind=behind)
+        permission = permission or self._permits.now()
+        stream = KeptStream(token, self._key(token), digest, self._room, permission, part=part, behind=behind)
         self._streams[stream.key] = stream
         self._room.share_among(len(self._streams))
         return stream

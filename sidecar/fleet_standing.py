@@ -2,8 +2,9 @@
 
 Owns the permissions of streams (`proxy/permission.py`) and the claims that go with them. Invariants: a stream goes by
 the lease under which it began, and by the next one only once this process has claimed its sessions, as anybody else
-would have to; what began before this process was a member was nobody else's at any time, and may always be sent. What
-is claimed is released a while after the stream has ended. It joins and leaves nothing: `fleet_member` does.
+would have to; what began before this process was a member was nobody else's at any time, and may always be sent; what
+was another's goes by the lease under which it was claimed. What is claimed, also in vain, is released a while after the
+stream has ended. It joins and leaves nothing: `fleet_member` does.
 """
 
 import asyncio
@@ -11,9 +12,9 @@ import logging
 from collections.abc import Iterable
 
 from ..proxy.permission import Always, Permission
-from ..session.errors import CoordinationError, LeaseLost, MidstreamError
+from ..session.errors import LeaseLost, MidstreamError
 from ..session.ids import Generation, SessionId
-from .fleet.coordination import Coordination, Membership, Verdict
+from .fleet.coordination import CLAIMS_MAX, Coordination, Membership, Verdict
 from .fleet.presence import Presence
 from .fleet.record import MemberId
 
@@ -24,7 +25,10 @@ _CLAIMS_AT_ONCE = 64
 _ASK_AGAIN_S = 0.5
 # Until then nothing is kept anywhere any more of what an earlier owner of a session has said.
 _RELEASE_AFTER_S = 3600.0
-_RELEASES_MAX = 50_000
+# What the service did not take.
+_RELEASE_AGAIN_S = 60.0
+# No more claims are held than that, and each is released once.
+_RELEASES_MAX = CLAIMS_MAX
 _FIRST = Generation(1)
 
 
@@ -75,6 +79,13 @@ class Standing:
         membership = self.membership
         return Always() if membership is None else Life(self, membership, self._wait_s)
 
+    def claiming(self, membership: Membership, session: SessionId, generation: Generation) -> "Life":
+        """For a stream whose session was another's, and is being claimed under that membership."""
+        life = Life(self, membership, self._wait_s)
+        life.cover([session])
+        life.claims(generation)
+        return life
+
     async def after(self, lost: Membership) -> Membership | None:
         """The membership after one that was lost; None when there will be none."""
         while not self._has_left:
@@ -92,31 +103,35 @@ class Standing:
                     answer = await membership.claim(session, generation, lost)
             except LeaseLost:
                 raise
-            except CoordinationError:
+            except MidstreamError:
                 await asyncio.sleep(_ASK_AGAIN_S)
                 continue
             if answer.verdict is not Verdict.NOT_OVER:
                 return answer.verdict is Verdict.WON
             await asyncio.sleep(_ASK_AGAIN_S)
 
-    async def recorded(self, membership: Membership, session: SessionId, generation: Generation) -> None:
-        """The service knows under which generation this process has a session. Raises LeaseLost; else waits."""
-        while True:
+    async def recorded(self, membership: Membership, session: SessionId, generation: Generation) -> bool:
+        """Returns once the service knows under which generation this process has a session.
+
+        False if the fence closes meanwhile. Raises LeaseLost.
+        """
+        while membership.may_send():
             try:
                 async with self._asking:
                     await membership.give(session, generation, membership.id)
-                return
+                return True
             except LeaseLost:
                 raise
-            except CoordinationError:
+            except MidstreamError:
                 await asyncio.sleep(_ASK_AGAIN_S)
+        return False
 
-    def release(self, membership: Membership, sessions: Iterable[SessionId]) -> None:
+    def release(self, membership: Membership, sessions: Iterable[SessionId], after_s: float | None = None) -> None:
         """These sessions are over: their claims are not needed much longer. Those of no lease any more are swept."""
         if self._waiting_releases < _RELEASES_MAX:
             self._waiting_releases += 1
-            loop = asyncio.get_running_loop()
-            loop.call_later(_RELEASE_AFTER_S, self._release_now, membership, tuple(sessions))
+            wait_s = _RELEASE_AFTER_S if after_s is None else after_s
+            asyncio.get_running_loop().call_later(wait_s, self._release_now, membership, tuple(sessions))
 
     def _release_now(self, membership: Membership, sessions: tuple[SessionId, ...]) -> None:
         self._waiting_releases -= 1
@@ -128,13 +143,15 @@ class Standing:
         task.add_done_callback(self._releases.discard)
 
     async def _release(self, membership: Membership, sessions: tuple[SessionId, ...]) -> None:
-        for session in sessions:
+        for index, session in enumerate(sessions):
             try:
                 async with self._asking:
                     await membership.release(session)
             except MidstreamError as error:
-                # Claims whose owners are over are swept.
+                # While its owner is there nobody sweeps a claim.
                 _LOG.info("event=claim_not_released session=%s error=%s", session, error)
+                self.release(membership, sessions[index:], _RELEASE_AGAIN_S)
+                return
 
     async def close(self) -> None:
         """End the connection to the service."""
@@ -153,32 +170,44 @@ class Life:
         self._membership = membership
         self._wait_s = wait_s
         self._sessions: tuple[SessionId, ...] = ()
-        self._has_claims = False
+        # Where something may be claimed for it; under a lease before that is swept.
+        self._claimed_by: Membership | None = None
         self._generation = _FIRST
         self._taking = asyncio.Lock()
         self.is_over = False
         # Asked for each token: without a call in between.
         self.may_send = membership.may_send
 
-    def cover(self, sessions: Iterable[SessionId], *, claimed: int = 0) -> None:
+    def cover(self, sessions: Iterable[SessionId]) -> None:
         """The stream's tokens are those of these sessions."""
         self._sessions = tuple(sessions)
-        if claimed:
-            self._has_claims, self._generation = True, Generation(claimed)
+
+    def claims(self, generation: Generation) -> None:
+        """They are claimed under the lease that it goes by."""
+        self._claimed_by, self._generation = self._membership, generation
 
     async def record(self, generation: int) -> bool:
-        """Have the service know it. What it does not say is asked again, for as long as anything may be sent at all."""
-        self._has_claims, self._generation = True, Generation(generation)
-        while await self.opened():
-            membership = self._membership
-            try:
-                for session in self._sessions:
-                    await self._standing.recorded(membership, session, self._generation)
-                return True
-            except LeaseLost:
-                # The next life claims them under that generation.
-                continue
+        """Have the service know it; asked again for as long as anything may be sent, and a client would wait."""
+        try:
+            async with asyncio.timeout(self._wait_s):
+                while await self.opened():
+                    self.claims(Generation(generation))
+                    try:
+                        if await self._recorded(self._membership):
+                            return True
+                        await asyncio.sleep(_ASK_AGAIN_S)
+                    except LeaseLost:
+                        # The next life claims them under that generation.
+                        continue
+        except TimeoutError:
+            pass
         return False
+
+    async def _recorded(self, membership: Membership) -> bool:
+        for session in self._sessions:
+            if not await self._standing.recorded(membership, session, self._generation):
+                return False
+        return True
 
     async def opened(self) -> bool:
         """Returns once its tokens may be sent, or False: they are another's, or nobody has said so for too long."""
@@ -202,7 +231,7 @@ class Life:
             if following is None:
                 self.is_over = True
                 return
-            self._has_claims = True
+            self._claimed_by = following
             try:
                 for session in self._sessions:
                     if not await self._standing.claimed(following, session, self._generation, lost.id):
@@ -216,5 +245,5 @@ class Life:
     def ended(self) -> None:
         """Nothing is sent of it any more."""
         self.is_over = True
-        if self._has_claims and self._sessions and not self._membership.is_lost:
-            self._standing.release(self._membership, self._sessions)
+        if self._claimed_by is not None and self._sessions and not self._claimed_by.is_lost:
+            self._standing.release(self._claimed_by, self._sessions)

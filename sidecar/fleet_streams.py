@@ -8,17 +8,19 @@ fleet's credentials, where it has any.
 
 import asyncio
 import ssl
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from ..proxy.fleet import Believer, Prover, Unproven
 from ..proxy.headers import FLEET
-from .fleet.coordination import Picture
+from .fleet.coordination import MEMBERS_MAX, Picture
 from .fleet.record import MemberId
 from .fleet_standing import Standing
 
 # In a fleet without credentials a question is marked all the same: that keeps it from being passed on again.
 _UNPROVEN = "1"
+_SEEN_MAX = 2 * MEMBERS_MAX
 
 
 def prefix_of_member(member: MemberId) -> str:
@@ -42,6 +44,8 @@ class FleetStreams:
         self._prover = prover
         self._believer = believer
         self._urls: dict[str, str] = {}
+        # Of all members that were ever seen from here, the newest last.
+        self._seen: OrderedDict[str, None] = OrderedDict()
 
     @asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
@@ -64,6 +68,15 @@ class FleetStreams:
             if member.id != self._standing.id:
                 lives = (member.id, member.record.formerly)
                 self._urls |= {prefix_of_member(id): member.record.url.rstrip("/") for id in lives if id is not None}
+        for prefix in self._urls:
+            self._seen[prefix] = None
+            self._seen.move_to_end(prefix)
+        while len(self._seen) > _SEEN_MAX:
+            self._seen.popitem(last=False)
+
+    def has_seen(self, prefix: str) -> bool:
+        """Whether there was one of that prefix while this process was there: nobody invents that."""
+        return prefix in self._seen
 
     # ---- asked by the proxy
 

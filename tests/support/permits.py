@@ -35,7 +35,7 @@ class Life:
             await self._changed.wait()
         return False
 
-    def cover(self, sessions: Iterable[SessionId], *, claimed: int = 0) -> None:
+    def cover(self, sessions: Iterable[SessionId]) -> None:
         """Note whose they are."""
         self.sessions += sessions
 

@@ -5,14 +5,16 @@ import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 import aiohttp
 import pytest
 from aiohttp import web
 
-from midstream.proxy.orphans import Orphan
+from midstream.proxy.orphans import KeptPart, Orphan
 from midstream.proxy.server import build_app, make_runner
 from midstream.proxy.settings import ProxySettings
+from midstream.session.errors import Refused
 from midstream.sidecar.fleet.local import LocalCoordination
 from midstream.sidecar.fleet.presence import Presence
 from midstream.sidecar.fleet.proof import SecretBeliever, SecretProver
@@ -47,13 +49,29 @@ class Fleet:
         self.nodes: dict[str, Node] = {}
         self._stack = stack
         self._ends: dict[str, AsyncExitStack] = {}
+        self.presences: dict[str, Presence] = {}
+        self.standings: dict[str, Standing] = {}
 
-    async def _member(self, name: str, role: Role, stack: AsyncExitStack) -> FleetStreams:
-        standing = Standing(self.coordination, 5)
+    async def join(self, name: str, role: Role = Role.GATEWAY) -> None:
+        """One enters the fleet."""
+        standing = self.standings[name]
         record = Record(name, role, f"http://{name}:1", readiness=Readiness.READY)
-        presence = await Presence.enter(self.coordination, record, 10, standing.rejoined)
-        standing.entered(presence)
-        stack.push_async_callback(presence.close)
+        self.presences[name] = await Presence.enter(self.coordination, record, 10, standing.rejoined)
+        standing.entered(self.presences[name])
+
+    async def leave(self, name: str) -> None:
+        """One leaves it, and has its streams still, as a process does that is told to end."""
+        self.standings[name].left()
+        if name in self.presences:
+            await self.presences.pop(name).close()
+
+    async def _member(
+        self, name: str, role: Role, stack: AsyncExitStack, *, wait_s: float = 5, joins: bool = True
+    ) -> FleetStreams:
+        self.standings[name] = standing = Standing(self.coordination, wait_s)
+        if joins:
+            await self.join(name, role)
+        stack.push_async_callback(self.leave, name)
         streams = FleetStreams(standing, SecretProver(SECRET), SecretBeliever(SECRET), stops_alone=True)
         await stack.enter_async_context(streams.following())
         return streams
@@ -67,11 +85,11 @@ class Fleet:
         self._stack.push_async_callback(node.stop)
         return node
 
-    async def gateway(self, name: str) -> str:
+    async def gateway(self, name: str, *, wait_s: float = 5, joins: bool = True, settings: ProxySettings = KEPT) -> str:
         """Start one; where it listens."""
         stack = self._ends[name] = AsyncExitStack()
         self._stack.push_async_callback(stack.aclose)
-        streams = await self._member(name, Role.GATEWAY, stack)
+        streams = await self._member(name, Role.GATEWAY, stack, wait_s=wait_s, joins=joins)
         verdicts = await stack.enter_async_context(Verdicts(SecretProver(SECRET)))
         coordinator = GatewayCoordinator(Metrics(), verdicts, takeover_timeout_s=5)
         for node in self.nodes.values():
@@ -81,7 +99,7 @@ class Fleet:
         adoption = await stack.enter_async_context(Adoption(standing, streams, coordinator))
         app = build_app(
             coordinator,
-            KEPT,
+            settings,
             elsewhere=streams,
             permits=streams._standing,
             prover=SecretProver(SECRET),
@@ -173,7 +191,7 @@ async def test_each_heir_says_what_the_first_would_have_said(path: str) -> None:
 async def test_an_heir_goes_on_at_another_node_when_that_one_is_lost(fate: Fate) -> None:
     path = "/v1/completions"
     async with fleets() as fleet:
-        a = await fleet.node("a", Script(at=30, fate=fate, gap_s=0.02))
+        a = await fleet.node("a", Script(at=30, fate=fate, gap_s=0.08))
         a.coordinator.takeover_refusal = None
         first = await fleet.gateway("first")
         have = await cut_off(first, path, 1_500)
@@ -181,7 +199,7 @@ async def test_an_heir_goes_on_at_another_node_when_that_one_is_lost(fate: Fate)
         await fleet.end("first")
         second = await fleet.gateway("second")
         asking = asyncio.create_task(rest(second, path, have))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.8)
         await a.lose()
         status, more = await asking
         assert status == 200
@@ -218,7 +236,7 @@ async def test_nobody_goes_on_elsewhere_with_what_was_not_heard_again(
 ) -> None:
     path, adopt = "/v1/completions", Adoption.adopt
     async with fleets() as fleet:
-        a = await fleet.node("a", Script(gap_s=0.02))
+        a = await fleet.node("a", Script(gap_s=0.1))
         first = await fleet.gateway("first")
         have = await cut_off(first, path, 1_500)
         await fleet.node("b", Script())
@@ -244,7 +262,7 @@ async def test_nobody_goes_on_elsewhere_with_what_was_not_heard_again(
 async def test_a_node_that_is_lost_while_it_says_a_stream_again_breaks_the_connection_and_ends_no_answer() -> None:
     path = "/v1/completions"
     async with fleets() as fleet:
-        a = await fleet.node("a", Script(gap_s=0.02))
+        a = await fleet.node("a", Script(gap_s=0.1))
         first = await fleet.gateway("first")
         have = await cut_off(first, path, 1_500)
         await fleet.node("b", Script())
@@ -288,3 +306,120 @@ async def test_an_answer_that_ends_before_what_its_client_says_it_has_does_not_l
         await fleet.end("first")
         with pytest.raises(aiohttp.ClientPayloadError):
             await rest(await fleet.gateway("second"), path, have, more=1_000)
+
+
+def read_until_broken(url: str, path: str) -> tuple[asyncio.Event, "asyncio.Task[bytes]"]:
+    """A client that reads until its connection breaks; it is told when some of it has come."""
+    some, got = asyncio.Event(), bytearray()
+
+    async def read() -> bytes:
+        async with aiohttp.ClientSession() as http, http.post(url + path, json=PATHS[path]) as answer:
+            try:
+                while data := await answer.content.readany():
+                    got.extend(data)
+                    if len(got) > 1_500:
+                        some.set()
+            except aiohttp.ClientPayloadError:
+                return whole_events(bytes(got))
+        raise AssertionError("it came to an end")
+
+    return some, asyncio.create_task(read())
+
+
+async def test_a_gateway_that_leaves_has_nobody_forget_what_its_readers_go_on_with_elsewhere() -> None:
+    path = "/v1/completions"
+    async with fleets() as fleet:
+        await fleet.node("a", Script(gap_s=0.06))
+        some, reading = read_until_broken(await fleet.gateway("first"), path)
+        await some.wait()
+        await fleet.leave("first")
+        have = await reading
+        # Whatever it would have said to the node has been said by now.
+        await asyncio.sleep(0.2)
+        await fleet.end("first")
+        status, more = await rest(await fleet.gateway("second"), path, have)
+        assert status == 200
+        assert said(have + more) == ANSWER.text()
+        assert fleet.requests == [1]
+
+
+async def test_nor_has_one_that_was_without_a_lease_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = "/v1/completions"
+    async with fleets() as fleet:
+        await fleet.node("a", Script(gap_s=0.06))
+        first = await fleet.gateway("first", wait_s=0.3)
+        membership, is_open = fleet.presences["first"].membership, [True]
+
+        async def opened() -> bool:
+            return is_open[0] or await asyncio.Event().wait()
+
+        monkeypatch.setattr(membership, "may_send", lambda: is_open[0])
+        monkeypatch.setattr(membership, "opened", opened)
+        some, reading = read_until_broken(first, path)
+        await some.wait()
+        is_open[0] = False
+        have = await reading
+        await asyncio.sleep(0.2)
+        await fleet.end("first")
+        status, more = await rest(await fleet.gateway("second"), path, have)
+        assert status == 200
+        assert said(have + more) == ANSWER.text()
+
+
+async def test_a_stream_goes_by_the_lease_under_which_it_was_claimed_also_where_that_came_while_it_was_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path, found = "/v1/completions", Adoption._found
+    async with fleets() as fleet:
+        await fleet.node("a", Script(gap_s=0.15))
+        have = await cut_off(await fleet.gateway("first"), path, 1_500)
+        await fleet.end("first")
+        second = await fleet.gateway("second", joins=False)
+
+        async def and_joined(self: Adoption, token: str) -> tuple[str, KeptPart] | None:
+            await fleet.join("second")
+            return await found(self, token)
+
+        monkeypatch.setattr(Adoption, "_found", and_joined)
+        asking = asyncio.create_task(rest(second, path, have))
+        await asyncio.sleep(0.3)
+        await fleet.leave("second")
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await asking
+
+
+async def test_a_name_that_was_invented_costs_nobody_the_answer_that_is_kept() -> None:
+    path = "/v1/completions"
+    async with fleets() as fleet:
+        await fleet.node("a", Script())
+        url = await fleet.gateway("first", settings=replace(KEPT, reattach_streams_max=1))
+        status, whole = await rest(url, path, b"")
+        assert status == 200
+        invented = b"data: x\nid: 0011223344556677~" + b"A" * 22 + b".1\n\n"
+        assert (await rest(url, path, invented))[0] == 410
+        assert (await rest(url, path, whole[: whole.index(b"\n\n") + 2]))[0] == 200
+
+
+async def test_whoever_has_claimed_a_stream_goes_on_with_it_also_for_a_client_that_came_to_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path, adopt = "/v1/completions", Adoption.adopt
+    async with fleets() as fleet:
+        await fleet.node("a", Script(gap_s=0.02))
+        have = await cut_off(await fleet.gateway("first"), path, 1_500)
+        await fleet.end("first")
+        second, third = await fleet.gateway("second"), await fleet.gateway("third")
+        record = Record("second", Role.GATEWAY, second, readiness=Readiness.READY)
+        fleet.presences["second"].update(record)
+
+        async def in_vain(self: Adoption, token: str, digest: str) -> Orphan | str | None:
+            await adopt(self, token, digest)
+            raise Refused("stream_out_of_reach", "its client has left")
+
+        monkeypatch.setattr(Adoption, "adopt", in_vain)
+        assert (await rest(second, path, have))[0] == 503
+        monkeypatch.setattr(Adoption, "adopt", adopt)
+        status, more = await rest(third, path, have)
+        assert status == 200
+        assert said(have + more) == ANSWER.text()
+        assert fleet.requests == [1]
