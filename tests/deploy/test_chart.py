@@ -42,6 +42,32 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "networkPolicy": {"enabled": True, "from": [{"podSelector": {}}]},
         "serviceMonitor": {"enabled": True},
     },
+    "snapshots of other pods": {
+        "replicas": 2,
+        "gateway": {
+            "enabled": True,
+            "volumes": [{"name": "etcd-tls", "secret": {"secretName": "etcd-tls"}}],
+            "volumeMounts": [{"name": "etcd-tls", "mountPath": "/etc/etcd-tls", "readOnly": True}],
+        },
+        "fleet": {"secretName": "fleet", "coordination": "kubernetes"},
+        "store": {"enabled": True, "persistent": False},
+        "config": {
+            "replicas": {
+                "memory_bytes": 1 << 30,
+                "listen": "0.0.0.0:8801",
+                "tls_cert": "/etc/peers/tls.crt",
+                "tls_key": "/etc/peers/tls.key",
+                "tls_ca": "/etc/peers/ca.crt",
+            }
+        },
+        "volumes": [{"name": "peers", "secret": {"secretName": "peers", "defaultMode": 0o440}}],
+        "sidecar": {"volumeMounts": [{"name": "peers", "mountPath": "/etc/peers", "readOnly": True}]},
+        "networkPolicy": {
+            "enabled": True,
+            "from": [{"podSelector": {}}],
+            "egress": [{"ports": [{"port": 53, "protocol": "UDP"}]}],
+        },
+    },
     "rescued pools": {"gpu": {"rescuePools": True}},
     "no runtime class": {"gpu": {"runtimeClassName": ""}},
     "the platform's user": {"podSecurity": {"user": None, "group": None}},
@@ -272,6 +298,35 @@ def test_a_policy_never_parts_gateways_from_their_pods(chart: Charts, option: st
     assert ("egress" in policy) == (option == "a network policy") == ("Egress" in policy["policyTypes"])
     if "egress" in policy:
         assert {"podSelector": own} in [peer for rule in policy["egress"] for peer in rule.get("to", [])]
+
+
+def test_pods_reach_each_others_snapshots_and_nobody_else_does(chart: Charts) -> None:
+    rendered = chart.render(OPTIONS["snapshots of other pods"])
+    # Certificates are made out to names.
+    assert rendered.workload["kind"] == "StatefulSet"
+    policy = rendered.one("NetworkPolicy")["spec"]
+    ports = [(rule["from"], [port["port"] for port in rule["ports"]]) for rule in policy["ingress"]]
+    [nodes] = [peers for peers, open_ in ports if open_ == [8801]]
+    assert not any(8801 in open_ for peers, open_ in ports if peers != nodes)
+    [peer] = nodes
+    labels = rendered.workload["spec"]["template"]["metadata"]["labels"]
+    assert peer["podSelector"]["matchLabels"].items() <= labels.items()
+    assert rendered.gateway is not None
+    gateways = rendered.gateway["spec"]["template"]["metadata"]["labels"]
+    assert not peer["podSelector"]["matchLabels"].items() <= gateways.items()
+    [out] = [rule for rule in policy["egress"] if "to" in rule]
+    assert [port["port"] for port in out["ports"]] == [8800, 8801]
+    # Without them there is no such port.
+    alone = chart.render(OPTIONS["a network policy"])
+    assert "8801" not in str(alone.documents)
+
+
+def test_a_gateway_gets_the_files_that_its_settings_name(chart: Charts) -> None:
+    gateway = chart.render(OPTIONS["snapshots of other pods"]).gateway
+    assert gateway is not None
+    pod = gateway["spec"]["template"]["spec"]
+    assert {"name": "etcd-tls", "secret": {"secretName": "etcd-tls"}} in pod["volumes"]
+    assert "/etc/etcd-tls" in [mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]]
 
 
 def test_the_sidecar_sees_the_gpus_and_takes_none(chart: Charts) -> None:

@@ -14,10 +14,17 @@ from midstream.sidecar.config import Settings, leaves, require_workers
 from midstream.sidecar.config_load import load
 from midstream.sidecar.fleet_access import node_url
 from midstream.sidecar.gateway.urls import node_urls
+from midstream.sidecar.replicas.remotes import peer_at
 from support.charts import CHART, DEPLOY, Charts, Rendered, RenderError, merged
 
 CPU = {"gpu": {"enabled": False}, "engine": {"image": {"repository": "example/engine-for-cpus"}}}
 MIB = 1 << 20
+PEERS = {
+    "listen": "0.0.0.0:8801",
+    "tls_cert": "/etc/peers/tls.crt",
+    "tls_key": "/etc/peers/tls.key",
+    "tls_ca": "/etc/peers/ca.crt",
+}
 
 
 def settings_of(rendered: Rendered, folder: Path) -> Settings:
@@ -110,6 +117,24 @@ def test_a_node_says_where_it_is_reached(chart: Charts, tmp_path: Path, host: st
     assert "MIDSTREAM_FLEET_URL" not in {entry["name"] for entry in alone}
 
 
+def test_a_pod_that_keeps_others_snapshots_is_known_by_the_name_that_its_certificate_has(
+    chart: Charts, tmp_path: Path
+) -> None:
+    values = {"fleet": {"secretName": "fleet"}, "config": {"replicas": PEERS}}
+    rendered = chart.render(values)
+    variables = {e["name"]: e.get("value", "") for e in rendered.container("midstream")["env"]}
+    environ = {name: value.replace("$(POD_NAME)", "chat-midstream-1") for name, value in variables.items()}
+    file = tmp_path / "midstream.yaml"
+    file.write_text(rendered.settings_file)
+    loaded = load(environ=environ, file=file).settings
+    url = node_url(loaded.fleet, loaded.listen.host, "unused")
+    [headless] = [s for s in rendered.of("Service") if s["spec"].get("clusterIP") == "None"]
+    assert headless["metadata"]["name"] == rendered.workload["spec"]["serviceName"]
+    host = f"chat-midstream-1.{headless['metadata']['name']}.some-namespace.svc"
+    assert url == f"http://{host}:8800"
+    assert peer_at(loaded.replicas.listen, url) == f"peer://{host}:8801"
+
+
 def test_settings_of_midstream_come_through_whatever_their_size(chart: Charts, tmp_path: Path) -> None:
     # Helm reads numbers as floats, which must not become 6.8719476736e+10.
     config = {
@@ -163,6 +188,12 @@ def test_a_typo_in_any_value_is_an_error(chart: Charts, path: tuple[str, ...]) -
         ({"sidecar": {"port": 8102}, "engine": {"count": 2}}, "sidecar.port 8102 is also the port of engine-1"),
         ({"gateway": {"enabled": True}}, "needs the secret of the fleet, by which nodes know their gateways"),
         ({"gateway": {"enabled": True}, "fleet": {"secretName": "s"}, "replicas": 0}, "a gateway needs nodes"),
+        ({"config": {"fleet": {"listen": "0.0.0.0:8802"}}}, "config.fleet.listen is set, .* not supported here yet"),
+        ({"config": {"fleet": {"tls_ca": "/ca.crt"}}}, "config.fleet.tls_ca is set, .* not supported here yet"),
+        ({"config": {"replicas": {**PEERS, "tls_key": ""}}}, "config.replicas.tls_key is empty: mount a Secret"),
+        ({"config": {"replicas": {**PEERS, "listen": "10.0.0.1:8801"}}}, "one address for all pods"),
+        ({"config": {"replicas": {**PEERS, "listen": "0.0.0.0:8800"}}}, "has the port of sidecar.port, 8800"),
+        ({"config": {"replicas": {**PEERS, "listen": "[::]:8101"}}}, "has the port of engine-0, 8101"),
         ({"config": {"gateway": {"nodes": "x"}}}, "additional properties 'nodes' not allowed"),
         ({"engine": {"port": 65535, "count": 2}}, "engine.port is too high for so many engines"),
         (

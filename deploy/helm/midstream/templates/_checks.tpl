@@ -42,6 +42,31 @@
 {{- if and .Values.gateway.enabled (lt (int64 .Values.replicas) 1) -}}
 {{- fail "gateway.enabled and replicas is 0: a gateway needs nodes; raise replicas" -}}
 {{- end -}}
+{{- range $name := list "listen" "tls_cert" "tls_key" "tls_ca" -}}
+{{- if dig "fleet" $name "" $.Values.config -}}
+{{- fail (printf "config.fleet.%s is set, and the chart has gateways and nodes reach each other by plain HTTP, which is signed and not encrypted: TLS between them is not supported here yet. Leave it out, and keep their network a private one" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- $replicasPort := include "midstream.replicasPort" . -}}
+{{- if $replicasPort -}}
+{{- $listen := dig "replicas" "listen" "" .Values.config -}}
+{{- if not (regexMatch "^(0\\.0\\.0\\.0|::|\\[::\\]):[0-9]+$" $listen) -}}
+{{- fail (printf "config.replicas.listen is %s, one address for all pods; listen on 0.0.0.0:PORT ([::]:PORT with IPv6 only), and each is known by its name" $listen) -}}
+{{- end -}}
+{{- range $name := list "tls_cert" "tls_key" "tls_ca" -}}
+{{- if not (dig "replicas" $name "" $.Values.config) -}}
+{{- fail (printf "config.replicas.listen needs certificates, and config.replicas.%s is empty: mount a Secret with one for *.%s-pods.%s.svc (volumes, sidecar.volumeMounts) and name its files in config.replicas.tls_cert, tls_key and tls_ca" $name (include "midstream.fullname" $) $.Release.Namespace) -}}
+{{- end -}}
+{{- end -}}
+{{- if eq (int64 $replicasPort) (int64 .Values.sidecar.port) -}}
+{{- fail (printf "config.replicas.listen has the port of sidecar.port, %s; containers of a pod share their ports" $replicasPort) -}}
+{{- end -}}
+{{- range until (int .Values.engine.count) -}}
+{{- if eq (int64 $replicasPort) (add (int64 $.Values.engine.port) .) -}}
+{{- fail (printf "config.replicas.listen has the port of engine-%d, %s; containers of a pod share their ports" . $replicasPort) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if gt (add (int64 .Values.engine.port) (int64 .Values.engine.count)) 65536 -}}
 {{- fail "engine.port is too high for so many engines; lower it" -}}
 {{- end -}}

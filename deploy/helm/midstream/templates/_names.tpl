@@ -46,10 +46,30 @@ app.kubernetes.io/component: node
 app.kubernetes.io/component: gateway
 {{- end -}}
 
-{{/* A store of its own for each pod, or gateways that know pods by nothing but their names, need names that stay. */}}
+{{/*
+A store of its own for each pod, gateways that know pods by nothing but their names, and certificates, which are made out
+to names, need names that stay.
+*/}}
 {{- define "midstream.namesStay" -}}
 {{- $byName := and .Values.gateway.enabled (eq .Values.fleet.coordination "none") -}}
-{{- if or $byName (and .Values.store.enabled .Values.store.persistent) -}}true{{- end -}}
+{{- if or $byName (and .Values.store.enabled .Values.store.persistent) (include "midstream.replicasPort" .) -}}true{{- end -}}
+{{- end -}}
+
+{{/* Where a pod keeps others' snapshots, if it does: config.replicas.listen beyond loopback. */}}
+{{- define "midstream.replicasPort" -}}
+{{- $listen := dig "replicas" "listen" "" .Values.config -}}
+{{- if and $listen (not (regexMatch "^(127\\.|localhost:|\\[?::1\\]?:)" $listen)) -}}
+{{- regexFind "[0-9]+$" $listen -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The host under which others reach a pod: its address, or the name that its certificate has. */}}
+{{- define "midstream.podHost" -}}
+{{- if include "midstream.replicasPort" . -}}
+$(POD_NAME).{{ include "midstream.fullname" . }}-pods.{{ .Release.Namespace }}.svc
+{{- else -}}
+{{ contains ":" .Values.sidecar.listenHost | ternary "[$(POD_IP)]" "$(POD_IP)" }}
+{{- end -}}
 {{- end -}}
 
 {{- define "midstream.labels" -}}

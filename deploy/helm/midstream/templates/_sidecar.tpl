@@ -69,9 +69,12 @@ capabilities:
     - name: POD_IP
       valueFrom:
         fieldRef: {fieldPath: status.podIP}
-    # Where gateways and other nodes reach this one.
+    - name: POD_NAME
+      valueFrom:
+        fieldRef: {fieldPath: metadata.name}
+    # Where gateways and other nodes reach this one; its host is also that of replicas.listen.
     - name: MIDSTREAM_FLEET_URL
-      value: http://{{ contains ":" .Values.sidecar.listenHost | ternary "[$(POD_IP)]" "$(POD_IP)" }}:{{ int64 .Values.sidecar.port }}
+      value: http://{{ include "midstream.podHost" . }}:{{ int64 .Values.sidecar.port }}
     {{- end }}
     {{- if include "midstream.watchesNode" . }}
     - name: MIDSTREAM_DRAIN_KUBERNETES_NODE
@@ -84,6 +87,10 @@ capabilities:
   ports:
     - name: http
       containerPort: {{ int64 .Values.sidecar.port }}
+    {{- with include "midstream.replicasPort" . }}
+    - name: replicas
+      containerPort: {{ . }}
+    {{- end }}
   startupProbe:
     exec:
       command:
