@@ -19,7 +19,7 @@ from midstream.sidecar.fleet_standing import Life, Standing
 from midstream.sidecar.fleet_streams import FleetStreams, prefix_of_member
 
 SECRET = b"of this fleet, and of no other 0"
-SESSION, FREE = SessionId("5" * 32), SessionId("6" * 32)
+SESSION, FREE, MINE = SessionId("5" * 32), SessionId("6" * 32), SessionId("7" * 32)
 FORMER = MemberId("b.10s.ffeeddccbbaa9988")
 NODE = Record("a", Role.NODE, "http://a:1/")
 
@@ -29,6 +29,12 @@ async def joined(fleet: LocalCoordination) -> tuple[Standing, Presence]:
     presence = await Presence.enter(fleet, NODE, 10, standing.rejoined)
     standing.entered(presence)
     return standing, presence
+
+
+async def gone(fleet: LocalCoordination, session: SessionId) -> None:
+    async with asyncio.timeout(2):
+        while await fleet.holder(session) is not None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def test_a_stream_goes_on_under_the_next_lease_once_its_sessions_are_claimed(
@@ -52,27 +58,30 @@ async def test_a_stream_goes_on_under_the_next_lease_once_its_sessions_are_claim
     await asyncio.sleep(0.1)
     # Whoever looks for it a little later is to know that it went on.
     assert await fleet.holder(SESSION) == held
-    async with asyncio.timeout(2):
-        while await fleet.holder(SESSION) is not None:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await gone(fleet, SESSION)
     await presence.close()
     await standing.close()
 
 
-async def test_a_stream_whose_session_another_has_taken_up_is_over_for_good() -> None:
+async def test_a_stream_whose_session_another_has_taken_up_is_over_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_standing, "_RELEASE_AFTER_S", 0.05)
     fleet = LocalCoordination()
     standing, presence = await joined(fleet)
     other = await fleet.join(Record("b", Role.GATEWAY, "http://b:1"), 10)
     stream, mine = standing.now(), standing.now()
     stream.cover([FREE, SESSION])
-    mine.cover([FREE])
+    mine.cover([MINE])
     once = presence.membership.id
     await presence.membership.leave()
     assert (await other.claim(SESSION, Generation(2), once)).verdict is Verdict.WON
     assert not await stream.opened()
     assert (stream.may_send(), stream.is_over) == (False, True)
-    # What it held in vain is let go of with its end; a stream of its own goes on.
+    # What it held in vain is let go of after its end; a stream of its own goes on.
+    held = await fleet.holder(FREE)
+    assert held is not None
+    assert held.owner == standing.id
     stream.ended()
+    await gone(fleet, FREE)
     assert await mine.opened()
     assert mine.may_send()
     await presence.close()
@@ -108,6 +117,61 @@ async def test_a_service_that_does_not_say_whose_a_session_is_is_asked_again(mon
     await presence.membership.leave()
     assert await stream.opened()
     assert fleet.silences == -1
+    await presence.close()
+    await standing.close()
+
+
+async def test_what_the_service_does_not_release_at_once_is_released_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_standing, "_RELEASE_AFTER_S", 0.0)
+    monkeypatch.setattr(fleet_standing, "_RELEASE_AGAIN_S", 0.05)
+    fleet = LocalCoordination()
+    standing, presence = await joined(fleet)
+    release, silences = presence.membership.release, 2
+
+    async def silent(session: SessionId) -> None:
+        nonlocal silences
+        silences -= 1
+        if silences >= 0:
+            raise CoordinationError("no answer")
+        await release(session)
+
+    monkeypatch.setattr(presence.membership, "release", silent)
+    stream = standing.now()
+    stream.cover([SESSION, FREE])
+    assert await stream.record(2)
+    stream.ended()
+    await gone(fleet, SESSION)
+    await gone(fleet, FREE)
+    assert silences == -2
+    await presence.close()
+    await standing.close()
+
+
+async def test_the_wait_until_the_service_knows_an_owner_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_standing, "_ASK_AGAIN_S", 0.01)
+    fleet = LocalCoordination()
+    standing = Standing(fleet, 0.3)
+    presence = await Presence.enter(fleet, NODE, 10, standing.rejoined)
+    standing.entered(presence)
+    asked = 0
+
+    async def silent(*_: object) -> None:
+        nonlocal asked
+        asked += 1
+        raise CoordinationError("no answer")
+
+    monkeypatch.setattr(presence.membership, "give", silent)
+    stream = standing.now()
+    stream.cover([SESSION])
+    async with asyncio.timeout(2):
+        assert await stream.record(2) is False
+    assert asked > 3
+    # While the fence is closed nobody is asked.
+    before = asked
+    monkeypatch.setattr(presence.membership, "may_send", lambda: False)
+    async with asyncio.timeout(2):
+        assert await stream.record(2) is False
+    assert asked == before
     await presence.close()
     await standing.close()
 

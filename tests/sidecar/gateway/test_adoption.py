@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from midstream.proxy.orphans import LOOK, KeptPart, Origin, Orphan, code_of_this, with_origin
 from midstream.proxy.reattach_elsewhere import SENT_ON, STREAMS_PATH
@@ -17,14 +18,15 @@ from midstream.proxy.settings import ProxySettings
 from midstream.session.errors import CoordinationError, Refused
 from midstream.session.ids import Generation, SessionId
 from midstream.session.marker import Marker, with_marker
-from midstream.sidecar.fleet.coordination import Claim, Membership
+from midstream.sidecar import fleet_standing
+from midstream.sidecar.fleet.coordination import Claim, ClaimAnswer, Membership
 from midstream.sidecar.fleet.local import LocalCoordination
 from midstream.sidecar.fleet.presence import Presence
 from midstream.sidecar.fleet.proof import SecretBeliever, SecretProver
 from midstream.sidecar.fleet.record import Readiness, Record, Role
 from midstream.sidecar.fleet_standing import Standing
 from midstream.sidecar.fleet_streams import FleetStreams, prefix_of_member
-from midstream.sidecar.gateway.adoption import Adoption
+from midstream.sidecar.gateway.adoption import ANSWER_S, Adoption
 from midstream.sidecar.gateway.coordinator import GatewayCoordinator
 from midstream.sidecar.gateway.verdicts import Verdicts
 from midstream.sidecar.metrics import Metrics
@@ -261,3 +263,102 @@ async def test_a_service_that_does_not_say_whose_it_is_is_no_leave_to_go_on(monk
         monkeypatch.setattr(here.fleet, "holder", silent)
         with pytest.raises(Refused, match="no answer"):
             await adoption.adopt(origin.token, origin.digest)
+
+
+async def test_a_node_that_speaks_something_else_is_named_in_the_log_and_no_stream_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+
+    async def no_http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        writer.write(b"what?\r\n\r\n")
+        writer.close()
+
+    async with (
+        site() as here,
+        gateway(here, "one") as (adoption, _, _),
+        await asyncio.start_server(no_http, "127.0.0.1", 0) as server,
+    ):
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        nodes = adoption._coordinator.nodes
+        nodes.heard("b", url, Record("b", Role.NODE, url, readiness=Readiness.READY), asked_s=0.0)
+        _, lost = await here.member("lost")
+        token = origin_of(lost).token
+        assert await adoption.adopt(token, "0" * 32) is None
+    assert "event=not_asked node=b" in caplog.text
+    assert token not in caplog.text
+    assert NAME not in caplog.text
+
+
+async def test_a_question_about_a_stream_is_not_sent_where_a_node_points(caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[str] = []
+
+    async def point(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return web.Response(status=302, headers={"Location": f"/elsewhere{request.path}"})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", point)
+    async with site() as here, gateway(here, "one") as (adoption, _, _):
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        adoption._coordinator.nodes.heard("b", url, Record("b", Role.NODE, url, readiness=Readiness.READY), asked_s=0.0)
+        _, lost = await here.member("lost")
+        token = origin_of(lost).token
+        assert await adoption.adopt(token, "0" * 32) is None
+        await runner.cleanup()
+    assert asked == [STREAMS_PATH + token]
+
+
+async def test_names_of_gateways_that_nobody_has_seen_keep_nobody_from_the_streams_of_others() -> None:
+    async with site() as here, gateway(here, "one") as (adoption, _, _):
+        _, lost = await here.member("lost")
+        origin = origin_of(lost)
+        await here.begun(origin)
+        async with asyncio.timeout(5):
+            while not adoption._streams.has_seen(prefix_of_member(lost.id)):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await here.lose(lost)
+        here.node.hang()
+        invented = [f"{index:016x}~{NAME}" for index in range(200)]
+        asking = [asyncio.create_task(adoption.adopt(token, "0" * 32)) for token in invented]
+        await asyncio.sleep(0.1)
+        # Most are refused at once; few wait.
+        assert sum(task.done() for task in asking) > 100
+        here.node.wake()
+        async with asyncio.timeout(ANSWER_S):
+            found = await adoption.adopt(origin.token, origin.digest)
+        assert isinstance(found, Orphan)
+        for task in asking:
+            task.cancel()
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+        assert any(isinstance(answer, Refused) and answer.reason == "stream_out_of_reach" for answer in answers)
+
+
+async def test_a_claim_whose_client_has_left_meanwhile_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_standing, "_RELEASE_AFTER_S", 0.0)
+    async with site() as here, gateway(here, "one") as (adoption, _, membership):
+        _, lost = await here.member("lost")
+        origin = origin_of(lost)
+        await here.begun(origin)
+        await here.lose(lost)
+        claim, has_claimed = membership.claim, asyncio.Event()
+
+        async def late(*asked: Any) -> ClaimAnswer:
+            answer = await claim(*asked)
+            has_claimed.set()
+            await asyncio.Event().wait()
+            return answer
+
+        monkeypatch.setattr(membership, "claim", late)
+        asking = asyncio.create_task(adoption.adopt(origin.token, origin.digest))
+        await has_claimed.wait()
+        assert await here.fleet.holder(S) is not None
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        async with asyncio.timeout(2):
+            while await here.fleet.holder(S) is not None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
