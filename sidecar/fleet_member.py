@@ -2,7 +2,8 @@
 
 Owns what is told there, and when. Invariants: what a gateway reads there is what the node would say itself, at most a
 moment ago; a service that is silent when the node starts costs it its place in the fleet until it answers, and never
-its clients; a node that ends says so. Without a service nothing is done.
+its clients; what cannot be told is logged, and what was told last holds; a node that ends says so. Without a service
+nothing is done.
 """
 
 import asyncio
@@ -45,6 +46,7 @@ async def as_member(standing: Standing | None, record_now: Callable[[], Record],
         yield
         return
     staying = asyncio.create_task(stay(standing, record_now, lease_s), name="fleet-member")
+    staying.add_done_callback(_tell_of_a_defect)
     try:
         yield
     finally:
@@ -58,11 +60,17 @@ async def stay(standing: Standing, record_now: Callable[[], Record], lease_s: in
     standing.entered(presence)
     try:
         told: Record | None = None
+        why_not = ""
         while True:
-            record = record_now()
-            if record != told:
-                presence.update(record)
-                told = record
+            try:
+                record = record_now()
+                if record != told:
+                    presence.update(record)
+                    told = record
+                why_not = ""
+            except Exception as error:
+                # A place in the fleet is worth more than its newest record: without one all streams are broken off.
+                why_not = _log_once(why_not, error)
             await asyncio.sleep(LOOK_EVERY_S)
     finally:
         standing.left()
@@ -74,6 +82,19 @@ async def _entered(standing: Standing, record_now: Callable[[], Record], lease_s
     while True:
         try:
             return await Presence.enter(standing.coordination, record_now(), lease_s, standing.rejoined)
-        except MidstreamError as error:
+        except (MidstreamError, ValueError) as error:
             _LOG.warning("event=fleet_not_joined error=%s", error)
             await asyncio.sleep(backoff.wait_s())
+
+
+def _log_once(before: str, error: Exception) -> str:
+    """Log what is wrong where that is news; returns it."""
+    why = f"{type(error).__name__}: {error}"
+    if why != before:
+        _LOG.error("event=record_not_told why=%s; what was told last holds", why, exc_info=error)
+    return why
+
+
+def _tell_of_a_defect(staying: "asyncio.Task[None]") -> None:
+    if not staying.cancelled() and (error := staying.exception()) is not None:
+        _LOG.error("event=fleet_member_broke", exc_info=error)

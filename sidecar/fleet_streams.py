@@ -7,6 +7,7 @@ fleet's credentials, where it has any.
 """
 
 import asyncio
+import logging
 import ssl
 from collections import OrderedDict
 from collections.abc import AsyncIterator
@@ -18,8 +19,11 @@ from .fleet.coordination import MEMBERS_MAX, Picture
 from .fleet.record import MemberId
 from .fleet_standing import Standing
 
+_LOG = logging.getLogger("midstream.fleet")
+
 # In a fleet without credentials a question is marked all the same: that keeps it from being passed on again.
 _UNPROVEN = "1"
+_FOLLOW_AGAIN_S = 1.0
 _SEEN_MAX = 2 * MEMBERS_MAX
 
 
@@ -58,8 +62,15 @@ class FleetStreams:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _follow(self) -> None:
-        async for picture in self._standing.coordination.watch():
-            self.take(picture)
+        """Until the connection to the service is closed. What ends it otherwise is a defect, and begun again."""
+        while True:
+            try:
+                async for picture in self._standing.coordination.watch():
+                    self.take(picture)
+                return
+            except Exception:
+                _LOG.exception("event=streams_unwatched")
+            await asyncio.sleep(_FOLLOW_AGAIN_S)
 
     def take(self, picture: Picture) -> None:
         """Who is there now. Who only fades may still have what its clients lack."""

@@ -12,6 +12,8 @@ from contextlib import suppress
 import aiohttp
 import msgspec
 
+from .fleet.record import TEXT_MAX
+
 ASK_EVERY_S = 30.0
 _ANSWER_S = 2.0
 _ANSWER_BYTES_MAX = 1 << 20
@@ -88,7 +90,7 @@ async def models_of(url: str) -> tuple[str, ...]:
 
 
 def _fits(names: Sequence[str]) -> bool:
-    if len(names) > NAMES_MAX or not all(name and name.isprintable() for name in names):
+    if len(names) > NAMES_MAX or not all(name.isprintable() and 0 < len(name) <= TEXT_MAX for name in names):
         return False
     return sum(len(name.encode()) for name in names) <= _NAMES_BYTES_MAX
 

@@ -20,7 +20,7 @@ RECORD_BYTES_MAX = 16 << 10
 LEASE_S_MIN = 3
 LEASE_S_MAX = 60
 _VERSION = 1
-_TEXT_MAX = 512
+TEXT_MAX = 512
 _LIST_MAX = 64
 _SLOTS_MAX = 1 << 24
 # Names become parts of Kubernetes' object names, which are narrower than most.
@@ -72,15 +72,15 @@ class Record:
     def __post_init__(self) -> None:
         member_name(self.name)
         parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or len(self.url) > _TEXT_MAX:
+        if parts.scheme not in ("http", "https") or not parts.hostname or len(self.url) > TEXT_MAX:
             raise ValueError(f"url {self.url[:80]!r}: expected something like http://10.0.0.7:8800")
         for field in ("models", "keys"):
             words = getattr(self, field)
-            if len(words) > _LIST_MAX or any(not word or len(word) > _TEXT_MAX for word in words):
-                raise ValueError(f"{field}: expected at most {_LIST_MAX} texts of at most {_TEXT_MAX} characters")
+            if len(words) > _LIST_MAX or any(not word or len(word) > TEXT_MAX for word in words):
+                raise ValueError(f"{field}: expected at most {_LIST_MAX} texts of at most {TEXT_MAX} characters")
         for field in ("zone", "version", "replicas"):
-            if len(getattr(self, field)) > _TEXT_MAX:
-                raise ValueError(f"{field}: expected at most {_TEXT_MAX} characters")
+            if len(getattr(self, field)) > TEXT_MAX:
+                raise ValueError(f"{field}: expected at most {TEXT_MAX} characters")
         if not 0 <= self.slot_count <= _SLOTS_MAX:
             raise ValueError(f"slot_count {self.slot_count}: expected 0 to {_SLOTS_MAX}")
         if self.formerly is not None:

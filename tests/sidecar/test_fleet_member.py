@@ -31,6 +31,13 @@ async def readiness(fleet: LocalCoordination) -> list[str]:
     return []
 
 
+async def models(fleet: LocalCoordination) -> tuple[str, ...]:
+    async for picture in fleet.watch():
+        [member] = picture.members.values()
+        return member.record.models
+    return ()
+
+
 async def until(fleet: LocalCoordination, wanted: list[str]) -> None:
     async with asyncio.timeout(3):
         while await readiness(fleet) != wanted:  # noqa: ASYNC110
@@ -69,6 +76,40 @@ async def test_a_service_that_is_silent_at_first_is_asked_again(
     assert caplog.text.count("event=fleet_not_joined") == 2
     staying.cancel()
     await asyncio.gather(staying, return_exceptions=True)
+
+
+async def test_what_cannot_be_told_is_logged_once_and_costs_no_stream_its_lease(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fleet_member, "LOOK_EVERY_S", 0.01)
+    fleet, names = LocalCoordination(), ["m"]
+    standing = Standing(fleet, 1)
+    async with as_member(standing, lambda: replace(READY, models=tuple(names)), 10):
+        await until(fleet, ["ready"])
+        stream = standing.now()
+        names[0] = "x" * 600
+        await asyncio.sleep(0.1)
+        assert stream.may_send()
+        assert (await models(fleet), caplog.text.count("event=record_not_told")) == (("m",), 1)
+        names[0] = "n"
+        async with asyncio.timeout(3):
+            while await models(fleet) != ("n",):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    await standing.close()
+
+
+async def test_an_unfit_record_at_first_is_told_once_it_fits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fleet_member, "_RETRY_FIRST_S", 0.01)
+    fleet, names = LocalCoordination(), ["x" * 600]
+    standing = Standing(fleet, 1)
+    async with as_member(standing, lambda: replace(READY, models=tuple(names)), 10):
+        await asyncio.sleep(0.05)
+        assert "event=fleet_not_joined" in caplog.text
+        names[0] = "m"
+        await until(fleet, ["ready"])
+    await standing.close()
 
 
 async def test_without_a_service_nothing_is_done() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from midstream.proxy.event_ids import is_token, new_token, prefix_of
 from midstream.session.errors import CoordinationError
 from midstream.session.ids import Generation, SessionId
-from midstream.sidecar import fleet_standing
+from midstream.sidecar import fleet_standing, fleet_streams
 from midstream.sidecar.fleet.coordination import ClaimAnswer, Member, Membership, Picture, Verdict
 from midstream.sidecar.fleet.local import LocalCoordination
 from midstream.sidecar.fleet.presence import Presence
@@ -232,6 +233,34 @@ async def test_pictures_are_followed_while_it_runs() -> None:
         # One that joined again has what it had; and nobody asks itself.
         assert await streams.base_url_of(prefix_of_member(FORMER)) == "http://b:1"
         assert await streams.base_url_of(streams.own_prefix) is None
+    await presence.close()
+    await standing.close()
+
+
+async def test_a_watch_that_breaks_is_begun_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fleet_streams, "_FOLLOW_AGAIN_S", 0.01)
+
+    class Breaks(LocalCoordination):
+        breaks = 2
+
+        async def watch(self) -> AsyncIterator[Picture]:
+            if self.breaks:
+                self.breaks -= 1
+                raise ValueError("a defect")
+            async for picture in super().watch():
+                yield picture
+
+    fleet = Breaks()
+    standing, presence = await joined(fleet)
+    streams = FleetStreams(standing)
+    async with streams.following(), asyncio.timeout(5):
+        other = await fleet.join(Record("b", Role.NODE, "http://b:1/"), 10)
+        while await streams.base_url_of(prefix_of_member(other.id)) is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert caplog.text.count("event=streams_unwatched") == 2
+    assert streams.has_seen(prefix_of_member(other.id))
     await presence.close()
     await standing.close()
 

@@ -7,6 +7,7 @@ import pytest
 from aiohttp import web
 
 from midstream.sidecar import served_models
+from midstream.sidecar.fleet.record import TEXT_MAX
 from midstream.sidecar.served_models import NAMES_MAX, ServedModels, models_of
 
 
@@ -65,7 +66,10 @@ async def test_engines_are_asked_again_now_and_then_and_a_silence_changes_nothin
         ({"data": [{"id": str(i)} for i in range(NAMES_MAX + 1)]}, ()),
         ({"data": [{"id": ""}]}, ()),
         ({"data": [{"id": "m\n"}]}, ()),
-        ({"data": [{"id": "m" * 5000}]}, ()),
+        ({"data": [{"id": "m" * TEXT_MAX}]}, ("m" * TEXT_MAX,)),
+        # A record has no place for that.
+        ({"data": [{"id": "m" * (TEXT_MAX + 1)}]}, ()),
+        ({"data": [{"id": f"{i}" * 500} for i in range(9)]}, ()),
         ({"models": []}, ()),
         ([], ()),
     ],
