@@ -8,21 +8,17 @@ from collections.abc import AsyncIterator
 import aiohttp
 
 from ...session.errors import CoordinationError
+from ..bounded_body import bounded_body
 
 ANSWER_BYTES_MAX = 64 << 20
 
 
 async def whole(content: aiohttp.StreamReader) -> bytes:
     """All of a body. CoordinationError when it is too long."""
-    parts, size_bytes = [], 0
-    async for part in content.iter_any():
-        size_bytes += len(part)
-        if size_bytes > ANSWER_BYTES_MAX:
-            raise CoordinationError(
-                f"answered more than {ANSWER_BYTES_MAX} bytes; what else lies in the fleet's place?"
-            )
-        parts.append(part)
-    return b"".join(parts)
+    try:
+        return await bounded_body(content, ANSWER_BYTES_MAX)
+    except ValueError as error:
+        raise CoordinationError(f"answered {error}; what else lies in the fleet's place?") from None
 
 
 async def lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

@@ -2,12 +2,9 @@
 
 import aiohttp
 
+from ..bounded_body import bounded_body
+
 
 async def bounded_text(answer: aiohttp.ClientResponse, bytes_max: int) -> str:
     """The whole body as text. ValueError when it is too long, or no text."""
-    parts = bytearray()
-    while data := await answer.content.readany():
-        parts += data
-        if len(parts) > bytes_max:
-            raise ValueError(f"more than {bytes_max} bytes")
-    return parts.decode()
+    return (await bounded_body(answer.content, bytes_max)).decode()

@@ -4,14 +4,12 @@ Owns its paths and what they mean. Each path answers 404 while there is nothing;
 when it is refused.
 """
 
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 import aiohttp
 
 from .contract import Notice, NoticeError
-from .metadata import EVERY_S, Metadata, refused
+from .metadata import EVERY_S, Metadata, refused, seconds_until
 
 URL = "http://169.254.169.254"
 _TOKEN = "/latest/api/token"
@@ -37,7 +35,7 @@ class Aws(Metadata):
             action = str(spot.get("action"))
             if action not in ("terminate", "stop", "hibernate"):
                 raise NoticeError(f"{_SPOT} names an action that is not known here: {action[:40]!r}")
-            return Notice(f"spot {action} at {str(spot.get('time'))[:40]}", _in_s(str(spot.get("time"))))
+            return Notice(f"spot {action} at {str(spot.get('time'))[:40]}", seconds_until(str(spot.get("time"))))
         scheduled = await self._found(http, _SCHEDULED)
         active = [event for event in scheduled or () if isinstance(event, dict) and event.get("State") == "active"]
         notices = [_of_event(event) for event in active]
@@ -72,15 +70,4 @@ class Aws(Metadata):
 
 def _of_event(event: dict[str, Any]) -> Notice:
     text = f"{str(event.get('Code'))[:40]} {str(event.get('EventId'))[:60]}"
-    return Notice(text, _in_s(str(event.get("NotBefore"))))
-
-
-def _in_s(text: str) -> float | None:
-    """Seconds from now until a time, as the service writes it in one place or another; None where it is none."""
-    for parse in (datetime.fromisoformat, parsedate_to_datetime):
-        try:
-            at = parse(text)
-        except ValueError:
-            continue
-        return (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp() - datetime.now(UTC).timestamp()
-    return None
+    return Notice(text, seconds_until(str(event.get("NotBefore"))))

@@ -4,14 +4,12 @@ Owns its paths and what they mean. Events of a scale set name all machines that 
 nothing to this one. Nothing is approved here: who operates the machine may want to do more before its end.
 """
 
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 import aiohttp
 
 from .contract import Notice, NoticeError
-from .metadata import EVERY_S, Metadata, refused
+from .metadata import EVERY_S, Metadata, refused, seconds_until
 
 URL = "http://169.254.169.254"
 _EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
@@ -40,7 +38,7 @@ class Azure(Metadata):
         if not isinstance(events, list):
             raise NoticeError(f"{self._url}{_EVENTS} answered something else than is documented: {text[:80]!r}")
         mine = [event for event in events if isinstance(event, dict) and self._is_mine(event)]
-        notices = [Notice(_text_of(event), _in_s(str(event.get("NotBefore", "")))) for event in mine]
+        notices = [Notice(_text_of(event), seconds_until(str(event.get("NotBefore", "")))) for event in mine]
         return min(notices, key=lambda notice: notice.in_s if notice.in_s is not None else 0.0, default=None)
 
     def _is_mine(self, event: dict[str, Any]) -> bool:
@@ -57,11 +55,3 @@ class Azure(Metadata):
 
 def _text_of(event: dict[str, Any]) -> str:
     return f"{event.get('EventType')} {str(event.get('EventId'))[:60]}"
-
-
-def _in_s(text: str) -> float | None:
-    """Seconds from now until a time; one that has begun has none."""
-    try:
-        return parsedate_to_datetime(text).timestamp() - datetime.now(UTC).timestamp()
-    except ValueError:
-        return None

@@ -8,10 +8,13 @@ import asyncio
 import json
 from abc import abstractmethod
 from collections.abc import Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import aiohttp
 
+from ..bounded_body import bounded_body
 from .contract import Notice, NoticeError, Tell
 
 EVERY_S = 5.0
@@ -46,11 +49,7 @@ class Metadata:
         """Status, text and headers of an answer. Raises NoticeError where there is none."""
         try:
             async with http.request(method, self._url + path, headers=headers, allow_redirects=False) as answer:
-                body = bytearray()
-                while piece := await answer.content.readany():
-                    body += piece
-                    if len(body) > ANSWER_BYTES_MAX:
-                        raise ValueError(f"more than {ANSWER_BYTES_MAX} bytes")
+                body = await bounded_body(answer.content, ANSWER_BYTES_MAX)
                 return answer.status, body.decode(), answer.headers
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise NoticeError(
@@ -64,6 +63,17 @@ class Metadata:
             return json.loads(text)
         except (ValueError, RecursionError):
             raise NoticeError(f"{self._url}{path} answered no JSON: {text[:80]!r}") from None
+
+
+def seconds_until(text: str) -> float | None:
+    """From now until a time, as one cloud or another writes it; None where it is none, as of what has begun."""
+    for parse in (datetime.fromisoformat, parsedate_to_datetime):
+        try:
+            at = parse(text)
+        except ValueError:
+            continue
+        return (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp() - datetime.now(UTC).timestamp()
+    return None
 
 
 def refused(url: str, path: str, status: int) -> NoticeError:
