@@ -14,6 +14,7 @@ from aiohttp import web
 
 from ..proxy import headers, problems
 from ..proxy.fleet import Believer, Strangers, Unproven, shows_certificate
+from .bounded_body import bounded_body
 from .coordinator import SidecarCoordinator
 from .fleet.record import Load, Readiness, Record, Role, encode
 from .served_models import ServedModels
@@ -78,16 +79,13 @@ def load_of(sessions: int, slot_count: int) -> Load:
 
 async def _bounded_body(request: web.Request) -> bytes:
     """Raises Unproven where it is longer, or slower, than any that the fleet sends."""
-    body = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
-            while piece := await request.content.readany():
-                body += piece
-                if len(body) > BODY_BYTES_MAX:
-                    raise Unproven(f"a body of more than {BODY_BYTES_MAX} bytes")
+            return await bounded_body(request.content, BODY_BYTES_MAX)
     except TimeoutError:
         raise Unproven(f"its body did not come within {BODY_S:g} s") from None
-    return bytes(body)
+    except ValueError as error:
+        raise Unproven(f"a body of {error}") from None
 
 
 def proving(believer: Believer) -> Proven:

@@ -12,6 +12,7 @@ from contextlib import suppress
 import aiohttp
 import msgspec
 
+from .bounded_body import bounded_body
 from .fleet.record import TEXT_MAX
 
 ASK_EVERY_S = 30.0
@@ -82,7 +83,7 @@ async def models_of(url: str) -> tuple[str, ...]:
             aiohttp.ClientSession(timeout=timeout, trust_env=False) as http,
             http.get(url + "/v1/models") as answer,
         ):
-            raw = await _bounded(answer)
+            raw = await bounded_body(answer.content, _ANSWER_BYTES_MAX)
             if answer.status == 200:
                 names = tuple(dict.fromkeys(model.id for model in msgspec.json.decode(raw, type=_Models).data))
                 return names if _fits(names) else ()
@@ -93,12 +94,3 @@ def _fits(names: Sequence[str]) -> bool:
     if len(names) > NAMES_MAX or not all(name.isprintable() and 0 < len(name) <= TEXT_MAX for name in names):
         return False
     return sum(len(name.encode()) for name in names) <= _NAMES_BYTES_MAX
-
-
-async def _bounded(answer: aiohttp.ClientResponse) -> bytes:
-    raw = bytearray()
-    while data := await answer.content.readany():
-        raw += data
-        if len(raw) > _ANSWER_BYTES_MAX:
-            raise ValueError("too long")
-    return bytes(raw)
