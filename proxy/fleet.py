@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from ..session.marker import FIELD, NAME, Marker
 from .coordinator import Reason
-from .headers import PROBLEM
+from .headers import FLEET, PROBLEM
 from .problems import NOT_EXACT
 from .sse import encode_comment
 
@@ -44,9 +44,10 @@ class Claimed(Protocol):
 class Believer(Protocol):
     """A node's side."""
 
-    def check(self, method: str, target: str, header: str, *, shown: bool = False) -> Claimed:
-        """Raises Unproven unless one of the fleet has sent this, just now, and for the first time.
+    def check(self, method: str, target: str, header: str, *, shown: bool = False, name: str = FLEET) -> Claimed:
+        """Raises Unproven unless one of the fleet has sent this, just now, for the first time, and under that name.
 
+        `name`: of the header that bears it; what proves a question that is passed on proves no gateway's request.
         `shown`: its connection has shown a certificate of the fleet's authority.
         """
         ...
@@ -60,7 +61,7 @@ class Prover(Protocol):
         """By which the others are known, and this one to them; None for what the system trusts."""
         ...
 
-    def headers(self, method: str, target: str, body: bytes) -> Mapping[str, str]:
+    def headers(self, method: str, target: str, body: bytes, *, name: str = FLEET) -> Mapping[str, str]:
         """What proves one request; never the same twice."""
         ...
 

@@ -1,6 +1,7 @@
 """From the fleet's settings to what proves requests and what believes them."""
 
 import socket
+import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -37,7 +38,10 @@ def believer_of(fleet: Fleet) -> Believer | None:
     credentials = credentials_of(fleet)
     if credentials is None:
         return None
-    return SecretBeliever(credentials.secret) if credentials.secret is not None else CertificateBeliever()
+    if credentials.secret is None:
+        return CertificateBeliever()
+    # What was recorded before is not to hold once more. Signed times are of whole milliseconds.
+    return SecretBeliever(credentials.secret, not_before_s=int(time.time() * 1000) / 1000)
 
 
 def prover_of(fleet: Fleet) -> Prover:

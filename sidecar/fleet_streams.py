@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from ..proxy.fleet import Believer, Prover, Unproven
-from ..proxy.headers import FLEET
+from ..proxy.reattach_elsewhere import SENT_ON
 from .fleet.coordination import MEMBERS_MAX, Picture
 from .fleet.record import MemberId
 from .fleet_standing import Standing
@@ -113,14 +113,14 @@ class FleetStreams:
 
     def vouch(self, method: str, target: str, body: bytes) -> str:
         """The proof of one request."""
-        return _UNPROVEN if self._prover is None else self._prover.headers(method, target, body)[FLEET]
+        return _UNPROVEN if self._prover is None else self._prover.headers(method, target, body, name=SENT_ON)[SENT_ON]
 
     def believes(self, method: str, target: str, body: bytes, proof: str, *, shown: bool = False) -> str:
         """Why a request is not the fleet's; "" if it is."""
         if self._believer is None:
             return ""
         try:
-            self._believer.check(method, target, proof, shown=shown).require(body)
+            self._believer.check(method, target, proof, shown=shown, name=SENT_ON).require(body)
         except Unproven as error:
             return str(error)
         return ""

@@ -1,8 +1,9 @@
 """How requests of a fleet's members prove themselves: by a secret that all share, or by certificates.
 
-Owns the header's value; what is signed, and for how long it holds, is `signatures.py`'s. Invariant: where there is a
+Owns the header's value; what is signed, and for how long it holds, is `signatures.py`'s. Invariants: where there is a
 secret each request is signed, whatever the connection shows; where there is none, only what came over a connection that
-showed a certificate of the fleet's authority is believed.
+showed a certificate of the fleet's authority is believed. The name of the header is signed, too: whoever sees a proof
+go by can put it to no other use.
 """
 
 import secrets
@@ -22,23 +23,25 @@ class SecretProver:
         self._secret = secret
         self.tls = tls
 
-    def headers(self, method: str, target: str, body: bytes) -> Mapping[str, str]:
-        """The proof of one request."""
-        once = secrets.token_hex(16)
-        return {FLEET: authorization(self._secret, method, target, body, now_s=time.time(), once=once)}
+    def headers(self, method: str, target: str, body: bytes, *, name: str = FLEET) -> Mapping[str, str]:
+        """The proof of one request, under that name."""
+        once, act = secrets.token_hex(16), _act(name, method)
+        return {name: authorization(self._secret, act, target, body, now_s=time.time(), once=once)}
 
 
 class SecretBeliever:
     """Who is asked, with a secret."""
 
-    def __init__(self, secret: bytes, clock: Callable[[], float] = time.time) -> None:
-        self._verifier = Verifier(secret)
+    def __init__(self, secret: bytes, clock: Callable[[], float] = time.time, *, not_before_s: float = 0.0) -> None:
+        self._verifier = Verifier(secret, not_before_s=not_before_s)
         self._clock = clock
 
-    def check(self, method: str, target: str, header: str, *, shown: bool = False) -> "SecretClaimed":
-        """Raises Unproven unless it was signed, just now, and for the first time."""
+    def check(
+        self, method: str, target: str, header: str, *, shown: bool = False, name: str = FLEET
+    ) -> "SecretClaimed":
+        """Raises Unproven unless it was signed under that name, just now, and for the first time."""
         try:
-            return SecretClaimed(self._verifier.check(method, target, header, now_s=self._clock()))
+            return SecretClaimed(self._verifier.check(_act(name, method), target, header, now_s=self._clock()))
         except NotSigned as error:
             raise Unproven(str(error)) from None
 
@@ -55,6 +58,10 @@ class SecretClaimed:
             raise Unproven("the body is not the one that was signed")
 
 
+def _act(name: str, method: str) -> str:
+    return f"{name} {method}"
+
+
 # What a request bears that its connection vouches for.
 _SHOWN = "certificate"
 
@@ -65,15 +72,17 @@ class CertificateProver:
     def __init__(self, tls: ssl.SSLContext) -> None:
         self.tls: ssl.SSLContext | None = tls
 
-    def headers(self, method: str, target: str, body: bytes) -> Mapping[str, str]:
+    def headers(self, method: str, target: str, body: bytes, *, name: str = FLEET) -> Mapping[str, str]:
         """That the fleet asks, and not a client of it."""
-        return {FLEET: _SHOWN}
+        return {name: _SHOWN}
 
 
 class CertificateBeliever:
     """Who is asked, with certificates alone."""
 
-    def check(self, method: str, target: str, header: str, *, shown: bool = False) -> "CertificateClaimed":
+    def check(
+        self, method: str, target: str, header: str, *, shown: bool = False, name: str = FLEET
+    ) -> "CertificateClaimed":
         """Raises Unproven unless its connection has shown one."""
         if not shown or header != _SHOWN:
             raise Unproven(

@@ -1,17 +1,21 @@
 """A node that is a member of its fleet while it runs."""
 
 import asyncio
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from midstream.proxy.fleet import Unproven
+from midstream.proxy.headers import FLEET
 from midstream.session.errors import ConfigError, CoordinationError
 from midstream.sidecar import fleet_member
 from midstream.sidecar.config import Fleet, Settings
 from midstream.sidecar.fleet.coordination import Membership
 from midstream.sidecar.fleet.local import LocalCoordination
 from midstream.sidecar.fleet.record import Readiness, Record, Role
-from midstream.sidecar.fleet_access import node_url
+from midstream.sidecar.fleet_access import believer_of, node_url, prover_of
 from midstream.sidecar.fleet_member import as_member, standing_of, stay
 from midstream.sidecar.fleet_standing import Standing
 
@@ -140,3 +144,21 @@ def test_where_a_node_is_reached_must_be_an_address() -> None:
         node_url(Fleet(coordination="etcd"), "0.0.0.0", "http://127.0.0.1:8800")
     with pytest.raises(ConfigError, match=r"fleet\.url"):
         node_url(Fleet(url="10.0.0.1:8800"), "10.0.0.1", "http://10.0.0.1:8800")
+
+
+def test_what_was_recorded_before_a_process_began_is_not_believed_by_it(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.touch(0o600)
+    file.write_bytes(b"of this fleet, and of no other 0")
+    fleet = Fleet(secret_file=str(file))
+    prover, before = prover_of(fleet), believer_of(fleet)
+    said = ("GET", "/midstream/v1/fleet/node")
+    recorded = prover.headers(*said, b"")[FLEET]
+    time.sleep(0.005)
+    after = believer_of(fleet)
+    assert before is not None
+    assert after is not None
+    before.check(*said, recorded).require(b"")
+    with pytest.raises(Unproven, match="before this process began"):
+        after.check(*said, recorded)
+    after.check(*said, prover.headers(*said, b"")[FLEET]).require(b"")

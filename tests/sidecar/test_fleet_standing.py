@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from midstream.proxy.event_ids import is_token, new_token, prefix_of
+from midstream.proxy.fleet import Unproven
+from midstream.proxy.headers import FLEET
 from midstream.session.errors import CoordinationError
 from midstream.session.ids import Generation, SessionId
 from midstream.sidecar import fleet_standing, fleet_streams
@@ -276,6 +278,10 @@ def test_what_is_passed_on_is_proven_by_the_fleets_secret_and_believed_once() ->
     assert streams.believes(*said, "1") != ""
     stranger = FleetStreams(standing, SecretProver(b"another secret, of somebody else"))
     assert "another secret" in streams.believes(*said, stranger.vouch(*said))
+    # It is no proof of a gateway's own request, nor is that one of this: each is good for one thing.
+    with pytest.raises(Unproven):
+        SecretBeliever(SECRET).check(*said[:2], streams.vouch(*said))
+    assert streams.believes(*said, SecretProver(SECRET).headers(*said)[FLEET]) != ""
     # Where a fleet has no secret, what is passed on is only marked as that.
     open_fleet = FleetStreams(standing)
     assert open_fleet.believes(*said, open_fleet.vouch(*said)) == ""

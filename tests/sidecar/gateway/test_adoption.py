@@ -62,7 +62,7 @@ class Site:
         await self.presences.pop(member).close()
 
     def proof(self, method: str, target: str) -> dict[str, str]:
-        return {SENT_ON: next(iter(self.prover.headers(method, target, b"").values()))}
+        return dict(self.prover.headers(method, target, b"", name=SENT_ON))
 
     @asynccontextmanager
     async def ask(self, origin: Origin, generation: int = 1) -> AsyncIterator[aiohttp.ClientResponse]:
