@@ -215,7 +215,7 @@ async def workers(
     command: Sequence[str], environ: dict[str, str], http: aiohttp.ClientSession
 ) -> AsyncIterator[tuple[Stand, Any]]:
     """One sidecar with two workers; all streams are brought to the first one before it is drained."""
-    sidecar = SidecarProcess(command, workers=2, environ=environ, settings={"drain.moves_at_once": 4})
+    sidecar = SidecarProcess(command, workers=2, environ=environ, settings={"drain.short_s": 0})
     try:
         await sidecar.start(http, timeout_s=START_S)
         stand = Stand(sidecar.url, sidecar.state_dir, "worker-0", sidecar.log)
