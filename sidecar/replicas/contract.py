@@ -12,7 +12,7 @@ from typing import Protocol
 from ...session.errors import StoreError
 from ...session.ids import SessionId
 from ...session.manifest import Manifest
-from ...session.store import Draft, Store
+from ...session.store import Draft
 
 CHUNK_NAME = re.compile(r"[0-9a-f]{32}")
 SESSION_NAME = re.compile(r"[0-9a-f]{32}")
@@ -69,11 +69,19 @@ class ReplicaReader(Protocol):
         ...
 
 
-class ReplicaStore(Store, ReplicaReader, Protocol):
-    """A store elsewhere."""
+class ReplicaStore(ReplicaReader, Protocol):
+    """A store elsewhere, as who sends there sees it: what others have there is not to be removed from here."""
+
+    def get_chunk(self, name: str) -> bytes:
+        """As Store.get_chunk."""
+        ...
 
     def begin(self) -> ReplicaDraft:
         """As Store.begin."""
+        ...
+
+    def finish(self, session: SessionId) -> None:
+        """As Store.finish."""
         ...
 
     def close(self) -> None:

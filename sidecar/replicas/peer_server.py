@@ -90,8 +90,6 @@ class PeerServer:
         app.router.add_get(f"{BASE}/list", self._list)
         app.router.add_get(f"{BASE}/figures", self._figures)
         app.router.add_post(f"{BASE}/finish/{{session}}", self._finish)
-        app.router.add_post(f"{BASE}/sweep", self._sweep)
-        app.router.add_delete(f"{BASE}/sessions/{{session}}", self._delete)
         app.cleanup_ctx.append(self._looking_after_drafts)
         return app
 
@@ -244,13 +242,6 @@ class PeerServer:
     async def _finish(self, request: web.Request) -> web.Response:
         await self._in_thread(self._store.finish, _session(request))
         return web.json_response({})
-
-    async def _delete(self, request: web.Request) -> web.Response:
-        return web.json_response({"count": await self._in_thread(self._store.delete, _session(request))})
-
-    async def _sweep(self, _: web.Request) -> web.Response:
-        swept = await self._in_thread(self._store.sweep)
-        return web.json_response({"chunks": swept.chunks, "size_bytes": swept.size_bytes})
 
     @asynccontextmanager
     async def _draft(self, request: web.Request) -> AsyncIterator[ObjectDraft]:

@@ -22,7 +22,7 @@ from ...session import chunk, manifest
 from ...session.errors import StoreError
 from ...session.ids import SessionId
 from ...session.manifest import Manifest
-from ...session.store import StoredSnapshot, StoreFigures, Swept
+from ...session.store import StoredSnapshot, StoreFigures
 from .contract import CHUNK_NAME, SESSION_NAME, SNAPSHOT_NAME, Refusal, ReplicaError
 from .credentials import Credentials
 from .loop_thread import LoopThread
@@ -117,15 +117,6 @@ class PeerStore:
     def finish(self, session: SessionId) -> None:
         """See Store.finish."""
         self.json("POST", f"/finish/{session}")
-
-    def delete(self, session: SessionId) -> int:
-        """See Store.delete."""
-        return int(self.json("DELETE", f"/sessions/{session}").get("count", 0))
-
-    def sweep(self) -> Swept:
-        """See Store.sweep."""
-        swept = self.json("POST", "/sweep")
-        return Swept(int(swept.get("chunks", 0)), int(swept.get("size_bytes", 0)))
 
     # For drafts, and whoever asks for something else
 

@@ -8,7 +8,7 @@
     PUT    /drafts/<draft>/chunks/<name>      stored bytes
     POST   /drafts/<draft>/publish            a manifest -> {"snapshot": name}
     DELETE /drafts/<draft>                    leave it
-    GET    /list, /figures   POST /finish/<session>, /sweep   DELETE /sessions/<session>
+    GET    /list, /figures   POST /finish/<session>
 
 All under BASE. Whatever is not 200 has {"reason": word, "error": text}.
 """

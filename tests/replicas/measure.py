@@ -99,8 +99,7 @@ def rates(store: ReplicaStore) -> tuple[list[float], list[float], list[float]]:
             draft.put_stored(*tail)
             draft.publish(snapshot_of((*names, tail[0]), session, created_at=2000.0))
         published_ms.append((time.monotonic() - began) * 1e3)
-        store.delete(session)
-        store.sweep()
+        store.finish(session)
     return written, read, published_ms
 
 
@@ -125,7 +124,7 @@ def through(folder: Path) -> str:
             began = time.monotonic()
             assert sum(len(raw) for raw in readers.map(local.get_chunk, names)) == BLOCKS * BLOCK_BYTES
             read.append(BLOCKS * BLOCK_BYTES / (time.monotonic() - began) / 1e6)
-        store.delete(session)
+        store.finish(session)
     here.close()
     there.close()
     cells = [" / ".join(f"{value:.0f}" for value in values) for values in (read, asked_ms)]

@@ -298,5 +298,5 @@ def test_it_is_opened_by_its_url(shared: Deployment) -> None:
     store = open_remote(remote, Means("node-x", 1 << 30, mooncake_python=found))
     manifest = write(store, range(2))
     assert store.latest(SESSION) == manifest
-    store.delete(SESSION)
+    store.finish(SESSION)
     store.close()
