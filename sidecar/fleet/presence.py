@@ -1,6 +1,6 @@
 """A member that joins again, as another one, each time its lease is lost.
 
-Owns the membership of the moment. Invariants: `may_send` is false from the loss of one lease until the next join was
+Owns the membership of the moment. Invariants: none may send from the loss of one lease until the next join was
 answered; whoever is told of the new member is told which was the former, whose sessions are its own only where it
 claims them before anybody else does. Until `close` it never gives up, with waits that grow and are jittered.
 """
@@ -48,10 +48,6 @@ class Presence:
     def membership(self) -> Membership:
         """That of the moment; it can be lost at any time."""
         return self._membership
-
-    def may_send(self) -> bool:
-        """Whether a token may be written now."""
-        return self._membership.may_send()
 
     def update(self, record: Record) -> None:
         """Have this record told, by this member and by those after it. ValueError when it is unfit."""

@@ -64,7 +64,6 @@ class Record:
     models: tuple[str, ...] = ()  # as clients name them
     keys: tuple[str, ...] = ()  # digests of the compatibility keys of its workers
     slot_count: int = 0  # sessions that it can have in flight
-    zone: str = ""
     version: str = ""  # of midstream
     replicas: str = ""  # where it keeps others' snapshots in its memory: peer://HOST:PORT, or nowhere
     formerly: MemberId | None = None  # the same process under the lease that it lost
@@ -78,7 +77,7 @@ class Record:
             words = getattr(self, field)
             if len(words) > _LIST_MAX or any(not word or len(word) > TEXT_MAX for word in words):
                 raise ValueError(f"{field}: expected at most {_LIST_MAX} texts of at most {TEXT_MAX} characters")
-        for field in ("zone", "version", "replicas"):
+        for field in ("version", "replicas"):
             if len(getattr(self, field)) > TEXT_MAX:
                 raise ValueError(f"{field}: expected at most {TEXT_MAX} characters")
         if not 0 <= self.slot_count <= _SLOTS_MAX:
@@ -139,7 +138,7 @@ def decode(text: str) -> Record:
 
 
 def _from_json(body: Mapping[str, Any]) -> Record:
-    texts = {field: body.get(field) for field in ("name", "role", "url", "readiness", "load", "zone", "version")}
+    texts = {field: body.get(field) for field in ("name", "role", "url", "readiness", "load", "version")}
     texts["replicas"] = body.get("replicas", "")
     lists = {field: body.get(field) for field in ("models", "keys")}
     slots, formerly = body.get("slot_count"), body.get("formerly")
@@ -162,7 +161,6 @@ def _from_json(body: Mapping[str, Any]) -> Record:
         models=tuple(lists["models"] or ()),
         keys=tuple(lists["keys"] or ()),
         slot_count=slots,
-        zone=str(texts["zone"]),
         version=str(texts["version"]),
         replicas=str(texts["replicas"]),
         formerly=None if formerly is None else MemberId(formerly),

@@ -103,7 +103,6 @@ class CoordinationContract:
             models=("llama-🦙", "a/b:c"),
             keys=("f" * 64, "0" * 64),
             slot_count=256,
-            zone="eu-1a",
             version="0.1.0",
             formerly=former.id,
         )

@@ -51,14 +51,14 @@ async def test_it_says_what_it_was_and_keeps_what_it_said_of_itself(
     await eventually(lambda: bool(told))
     [(membership, former)] = told
     assert (former, membership) == (first, presence.membership)
-    assert presence.may_send()
+    assert presence.membership.may_send()
     [*_, last] = await until(fleet.watch(), lambda p: membership.id in p.members)
     assert last.members[membership.id].record == replace(NODE, readiness=Readiness.READY, formerly=first)
     # And again, whatever came of it the first time.
     await server.remove(f"fleet.member.{membership.id}")
     await eventually(lambda: len(told) == 2)
     await presence.close()
-    assert not presence.may_send()
+    assert not presence.membership.may_send()
     assert not any(name.startswith("fleet.member.") for name in server.objects)
 
 
@@ -72,7 +72,7 @@ async def test_it_tries_until_the_service_takes_it(server: LeaseApiServer, fleet
     await server.remove(f"fleet.member.{first}")
     server.tokens = {"good"}
     server.throttle(6)
-    await eventually(lambda: presence.membership.id != first and presence.may_send(), 20)
+    await eventually(lambda: presence.membership.id != first and presence.membership.may_send(), 20)
     await presence.close()
 
 
@@ -85,4 +85,4 @@ async def test_it_can_be_closed_while_it_cannot_join(server: LeaseApiServer, fle
     await asyncio.wait_for(presence.membership.lost(), LEASE_S)
     server.tokens = set()
     await asyncio.wait_for(presence.close(), 10)
-    assert not presence.may_send()
+    assert not presence.membership.may_send()

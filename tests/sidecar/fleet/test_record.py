@@ -34,7 +34,6 @@ records = st.builds(
     models=st.lists(texts.filter(bool), max_size=5).map(tuple),
     keys=st.lists(texts.filter(bool), max_size=5).map(tuple),
     slot_count=st.integers(0, 1 << 24),
-    zone=texts,
     version=texts,
     formerly=st.none() | st.just(MemberId("node-a.10s.0123456789abcdef")),
 )
@@ -87,7 +86,7 @@ def test_a_record_of_another_version_is_refused_and_said_to_be_one() -> None:
         ({"url": "http://" + "a" * 600}, "expected something like http://"),
         ({"models": ("",)}, "models: expected at most 64 texts"),
         ({"keys": ("k",) * 65}, "keys: expected at most 64 texts"),
-        ({"zone": "z" * 513}, "zone: expected at most 512"),
+        ({"version": "z" * 513}, "version: expected at most 512"),
         ({"slot_count": -1}, "slot_count -1"),
         ({"formerly": "node-a"}, "expected <name>.<seconds>s"),
     ],

@@ -112,7 +112,7 @@ def test_a_renewal_changes_nothing_that_is_shown() -> None:
     before = made.version
     made.put(101.0, A, Entry(ENTRY.text, "8"))
     assert made.version == before
-    made.put(102.0, A, Entry(encode(replace(RECORD, zone="z")), "9"))
+    made.put(102.0, A, Entry(encode(replace(RECORD, version="z")), "9"))
     assert made.version == before + 1
 
 
