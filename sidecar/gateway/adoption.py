@@ -2,9 +2,9 @@
 
 Owns the search and the claim. Invariants: nobody goes on with a stream whose gateway is not known to be over, nor with
 one that another gateway has claimed, nor with what a node kept of a session that went on elsewhere since; a stream is
-asked for by its digest, so who has its name alone gets nothing; each node is asked once, for a bounded time, and a
-service that is silent is a refusal and no guess; names of gateways that were never seen from here, which anybody can
-invent, take no search from others. How a stream is made again of what its node kept is the proxy's
+asked for by its digest, so who has its name alone gets nothing; each node is asked once, for a bounded time; a node
+or a service that is silent is a refusal and no guess; names of gateways that were never seen from here, which anybody
+can invent, take no search from others. How a stream is made again of what its node kept is the proxy's
 (`proxy/orphans.py`).
 """
 
@@ -124,7 +124,8 @@ class Adoption:
             self._waiting_unseen -= 1
 
     async def _found(self, token: str) -> tuple[str, KeptPart] | None:
-        nodes = [node for node in self._coordinator.nodes.all() if node.record is not None]
+        known = self._coordinator.nodes.all()
+        nodes = [node for node in known if node.record is not None]
         now_s = time.monotonic()
         self._silent_until_s = {node: until_s for node, until_s in self._silent_until_s.items() if until_s > now_s}
         silent = [node for node in nodes if node.id in self._silent_until_s]
@@ -134,6 +135,9 @@ class Adoption:
             found = _newest(answer for answer in answers if answer is not None)
             if found is not None:
                 return found
+        if len(nodes) < len(known) or not nodes or any(node.id in self._silent_until_s for node in nodes):
+            # That nobody has it is a last word: it takes the word of all.
+            raise _out_of_reach("the node that keeps the stream may be one that cannot be asked now")
         return None
 
     async def _ask(self, node: Node, token: str) -> tuple[str, KeptPart] | None:
@@ -144,10 +148,14 @@ class Adoption:
         try:
             async with self._http.get(url, headers=sent, allow_redirects=False) as answer:
                 text = await bounded_text(answer, _ANSWER_BYTES_MAX)
-                return (node.id, part_from(msgspec.json.decode(text))) if answer.status == 200 else None
+                found = (node.id, part_from(msgspec.json.decode(text))) if answer.status == 200 else None
+                if answer.status == 401 or answer.status >= 500:
+                    raise ValueError(f"it answered {answer.status}")
+                self._silent_until_s.pop(node.id, None)
+                return found
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, msgspec.DecodeError) as error:
             self._silent_until_s[node.id] = time.monotonic() + _SILENT_S
-            # Not its text, which may have the URL, and with that the token.
+            # Not the text, which may have the URL, and with that the token.
             _LOG.info("event=not_asked node=%s error=%s", node.id, type(error).__name__)
             return None
 

@@ -285,10 +285,26 @@ async def test_a_node_that_speaks_something_else_is_named_in_the_log_and_no_stre
         nodes.heard("b", url, Record("b", Role.NODE, url, readiness=Readiness.READY), asked_s=0.0)
         _, lost = await here.member("lost")
         token = origin_of(lost).token
-        assert await adoption.adopt(token, "0" * 32) is None
+        # Who knows what it keeps: that nobody has the stream would be a last word.
+        with pytest.raises(Refused, match="cannot be asked now"):
+            await adoption.adopt(token, "0" * 32)
     assert "event=not_asked node=b" in caplog.text
     assert token not in caplog.text
     assert NAME not in caplog.text
+
+
+async def test_that_nobody_has_a_stream_takes_the_word_of_all_nodes() -> None:
+    async with site() as here, gateway(here, "one") as (adoption, _, _):
+        _, lost = await here.member("lost")
+        token, nodes = origin_of(lost).token, adoption._coordinator.nodes
+        assert await adoption.adopt(token, "0" * 32) is None
+        # One that has lost its lease may be back in a moment; and who knows of no node yet knows nothing.
+        nodes.lost("a", "its lease is not renewed any more")
+        with pytest.raises(Refused, match="cannot be asked now"):
+            await adoption.adopt(token, "0" * 32)
+        nodes.gone("a", "its lease is over")
+        with pytest.raises(Refused, match="cannot be asked now"):
+            await adoption.adopt(token, "0" * 32)
 
 
 async def test_a_question_about_a_stream_is_not_sent_where_a_node_points(caplog: pytest.LogCaptureFixture) -> None:

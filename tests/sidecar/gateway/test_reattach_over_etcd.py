@@ -147,11 +147,20 @@ def test_a_gateway_that_was_stopped_says_nothing_more_of_a_stream_that_another_h
 
 def test_a_gateway_that_is_told_to_end_leaves_its_streams_to_others(fleet: LeasedFleet) -> None:
     long = BODY.replace("150", "400")
-    have = cut_off(f"{fleet.urls['ends']}/v1/completions", "-d", long, after_bytes=9_000)
-    fleet.signal("ends", signal.SIGTERM)
+    url = f"{fleet.urls['ends']}/v1/completions"
+    have = cut_off(url, "-d", long, after_bytes=9_000)
+    # One client has gone, another one reads until it is cut off.
+    with subprocess.Popen(["curl", "-sN", url, "-d", long], stdout=subprocess.PIPE) as client:
+        assert client.stdout is not None
+        first = client.stdout.read(9_000)
+        fleet.signal("ends", signal.SIGTERM)
+        read, code = whole_events(first + client.stdout.read()), client.wait(20)
     fleet.processes["ends"].wait(20)
+    assert code != 0
+    assert b"[DONE]" not in read
     # Nobody has to wait for its lease to be over.
-    require_every_token_once(have + asked(fleet, "other", have, long), 400)
+    for events in (have, read):
+        require_every_token_once(events + asked(fleet, "other", events, long), 400)
 
 
 def test_the_streams_of_a_gateway_that_was_killed_go_on_at_others_byte_for_byte(fleet: LeasedFleet) -> None:
