@@ -20,7 +20,9 @@ class Draining:
         self.rig = rig
         self.ended: list[int] = []
         here = Here(rig.workers, rig.coordinator, lambda pool: sizes, slots)
-        self.drain = WorkerDrain(rig.workers.get(worker), here, rig.coordinator, rig.metrics, at_once=4, short_s=2.0, end=self._end)
+        self.drain = WorkerDrain(
+            rig.workers.get(worker), here, rig.coordinator, rig.metrics, at_once=4, short_s=2.0, end=self._end
+        )
 
     async def _end(self) -> None:
         self.ended.append(len(self.rig.coordinator.in_flight()))
