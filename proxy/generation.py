@@ -45,7 +45,7 @@ class Generation:
     # The stream that its answer becomes, where another gateway could go on with it.
     origin: Origin | None = None
     # Whether nothing of that stream was said before.
-    is_new: Callable[[], bool] = bool
+    is_new: Callable[[], bool] | None = None
     # Raises while its client has more of that stream than was heard here: nobody but its node can go on with it then.
     require_all_heard: Callable[[], None] | None = None
     # Tells a node, at its base URL, that nothing of this is to be kept.
@@ -77,7 +77,9 @@ class Generation:
 
     def _origin_for(self, placement: Placement) -> Origin | None:
         """Of what a second node writes, that has only the rest, nobody could make the same stream."""
-        if self.origin is None or not placement.is_node or placement.marker.resume is not None or not self.is_new():
+        if self.origin is None or not placement.is_node or placement.marker.resume is not None:
+            return None
+        if self.is_new is None or not self.is_new():
             return None
         return replace(self.origin, adopts=placement.adopts)
 

@@ -23,7 +23,7 @@ class Keeping:
     respond: Respond
     permission: Permission
     origin: Origin | None = None
-    is_new: Callable[[], bool] = bool
+    is_new: Callable[[], bool] | None = None
     require_all_heard: Callable[[], None] | None = None
     forget: Callable[[str], None] | None = None
 

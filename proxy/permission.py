@@ -59,11 +59,11 @@ class Always:
     is_over = False
 
     def may_send(self) -> bool:
-        """Yes."""
+        """There is no fence."""
         return True
 
     async def opened(self) -> bool:
-        """At once."""
+        """There is nothing to wait for."""
         return True
 
     def cover(self, sessions: Iterable[SessionId]) -> None:

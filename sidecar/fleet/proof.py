@@ -95,4 +95,4 @@ class CertificateClaimed:
     """A request of a connection that is good: so is all that comes by it."""
 
     def require(self, body: bytes) -> None:
-        """It is."""
+        """Nothing more is asked: who has shown a certificate has sent all of it."""
