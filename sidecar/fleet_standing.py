@@ -41,7 +41,7 @@ class Standing:
         self._presence: Presence | None = None
         self._asking = asyncio.Semaphore(_CLAIMS_AT_ONCE)
         self._releases: set[asyncio.Task[None]] = set()
-        self._waiting_releases = 0
+        self._due: dict[SessionId, asyncio.TimerHandle] = {}
         self._has_left = False
         # Set, and another one made, at each change of who this process is.
         self._changed = asyncio.Event()
@@ -81,6 +81,10 @@ class Standing:
 
     def claiming(self, membership: Membership, session: SessionId, generation: Generation) -> "Life":
         """For a stream whose session was another's, and is being claimed under that membership."""
+        waiting = self._due.pop(session, None)
+        if waiting is not None:
+            # It was claimed in vain before; now the claim is this stream's to release.
+            waiting.cancel()
         life = Life(self, membership, self._wait_s)
         life.cover([session])
         life.claims(generation)
@@ -128,34 +132,41 @@ class Standing:
 
     def release(self, membership: Membership, sessions: Iterable[SessionId], after_s: float | None = None) -> None:
         """These sessions are over: their claims are not needed much longer. Those of no lease any more are swept."""
-        if self._waiting_releases < _RELEASES_MAX:
-            self._waiting_releases += 1
-            wait_s = _RELEASE_AFTER_S if after_s is None else after_s
-            asyncio.get_running_loop().call_later(wait_s, self._release_now, membership, tuple(sessions))
+        if self._has_left:
+            return
+        wait_s = _RELEASE_AFTER_S if after_s is None else after_s
+        for session in sessions:
+            waiting = self._due.pop(session, None)
+            if waiting is not None:
+                waiting.cancel()
+            if len(self._due) < _RELEASES_MAX:
+                loop = asyncio.get_running_loop()
+                self._due[session] = loop.call_later(wait_s, self._release_now, membership, session)
 
-    def _release_now(self, membership: Membership, sessions: tuple[SessionId, ...]) -> None:
-        self._waiting_releases -= 1
+    def _release_now(self, membership: Membership, session: SessionId) -> None:
+        self._due.pop(session, None)
         if self._has_left or membership.is_lost:
             # Its claims are swept.
             return
-        task = asyncio.create_task(self._release(membership, sessions), name="fleet-release")
+        task = asyncio.create_task(self._release(membership, session), name="fleet-release")
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
-    async def _release(self, membership: Membership, sessions: tuple[SessionId, ...]) -> None:
-        for index, session in enumerate(sessions):
-            try:
-                async with self._asking:
-                    await membership.release(session)
-            except MidstreamError as error:
-                # While its owner is there nobody sweeps a claim.
-                _LOG.info("event=claim_not_released session=%s error=%s", session, error)
-                self.release(membership, sessions[index:], _RELEASE_AGAIN_S)
-                return
+    async def _release(self, membership: Membership, session: SessionId) -> None:
+        try:
+            async with self._asking:
+                await membership.release(session)
+        except MidstreamError as error:
+            # While its owner is there nobody sweeps a claim.
+            _LOG.info("event=claim_not_released session=%s error=%s", session, error)
+            self.release(membership, [session], _RELEASE_AGAIN_S)
 
     async def close(self) -> None:
         """End the connection to the service."""
         self.left()
+        for waiting in self._due.values():
+            waiting.cancel()
+        self._due.clear()
         for task in tuple(self._releases):
             task.cancel()
         await asyncio.gather(*self._releases, return_exceptions=True)

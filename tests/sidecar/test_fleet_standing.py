@@ -150,6 +150,28 @@ async def test_what_the_service_does_not_release_at_once_is_released_later(monke
     await standing.close()
 
 
+async def test_a_claim_in_vain_that_is_claimed_again_is_the_later_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_standing, "_RELEASE_AFTER_S", 0.1)
+    fleet = LocalCoordination()
+    standing, presence = await joined(fleet)
+    member, lost = presence.membership, await fleet.join(Record("b", Role.GATEWAY, "http://b:1"), 10)
+    await lost.leave()
+    once = standing.claiming(member, SESSION, Generation(2))
+    once.ended()
+    again = standing.claiming(member, SESSION, Generation(2))
+    assert (await member.claim(SESSION, Generation(2), lost.id)).verdict is Verdict.WON
+    await asyncio.sleep(0.3)
+    assert await fleet.holder(SESSION) is not None
+    again.ended()
+    await gone(fleet, SESSION)
+    # It goes by the lease under which it was claimed.
+    assert again.may_send()
+    await member.leave()
+    assert not again.may_send()
+    await presence.close()
+    await standing.close()
+
+
 async def test_the_wait_until_the_service_knows_an_owner_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_standing, "_ASK_AGAIN_S", 0.01)
     fleet = LocalCoordination()
