@@ -8,6 +8,7 @@ feature from another.
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
@@ -148,11 +149,12 @@ class Stage:
             worker = workers[(await self.told(name))["worker"]]
             arena = worker_dir(self.process.state_dir, worker["name"]) / f"{worker['epoch']}.arena"
             pid = self._computing(worker["pid"])
-            stopping = asyncio.create_task(asyncio.to_thread(_stop_at, pid, arena, name, at))
+            given_up = threading.Event()
+            stopping = asyncio.create_task(asyncio.to_thread(_stop_at, pid, arena, name, at, given_up))
         cuts = []
         try:
             async with asyncio.timeout(MOVE_S):
-                await stopping
+                await asyncio.shield(stopping)
                 if harm is not None:
                     await harm(worker, name)
                 try:
@@ -162,6 +164,9 @@ class Stage:
                     if refused.reason not in ("no_session", "ended"):
                         raise
         finally:
+            # Whoever looks has stopped it by then, or never will: one that stays stopped fails all later tests.
+            given_up.set()
+            await asyncio.wait({stopping})
             os.kill(pid, signal.SIGCONT)
         told, outcomes = await asking, tuple((await self.told(name))["outcomes"])
         # Where nothing was taken up, the end of the answer overtook the move.
@@ -260,11 +265,11 @@ class Stage:
         return [SessionId(name) for name in new]
 
 
-def _stop_at(pid: int, arena: Path, session: SessionId, outputs: int) -> None:
+def _stop_at(pid: int, arena: Path, session: SessionId, outputs: int, given_up: threading.Event) -> None:
     """SIGSTOP a worker when a session has so many outputs. Shared memory makes no noise, so this has to look."""
     deadline_s = time.monotonic() + MOVE_S
     with closing(ArenaReader(arena)) as reader:
-        while time.monotonic() < deadline_s:
+        while time.monotonic() < deadline_s and not given_up.is_set():
             slot = reader.find(session)
             if slot is not None and (slot.state is not SlotState.LIVE or len(reader.journal(slot)) >= outputs):
                 os.kill(pid, signal.SIGSTOP)
