@@ -33,6 +33,7 @@ Result = TypeVar("Result")
 Harm = Callable[[dict[str, Any], str], Awaitable[None]]
 ADMISSION_S = 60.0
 MOVE_S = 120.0
+ORDER_S = 2.0
 TRIES = 8
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -95,6 +96,7 @@ class Stage:
         self.model = model
         self._quiet = quiet
         self._core = core
+        self._ordered: asyncio.Future[list[BaseException | None]]
 
     # ---- requests
 
@@ -168,6 +170,7 @@ class Stage:
             given_up.set()
             await asyncio.wait({stopping})
             os.kill(pid, signal.SIGCONT)
+            await self._carried_out()
         told, outcomes = await asking, tuple((await self.told(name))["outcomes"])
         # Where nothing was taken up, the end of the answer overtook the move.
         return Moved(told, tuple(cuts) if outcomes else (), outcomes, (name,))
@@ -225,10 +228,17 @@ class Stage:
             yield
         finally:
             # All of them, whatever one says: whoever stays quiet lets every later test wait for nothing.
-            orders = (self._order(f"{worker['url']}/midstream/unquiesce") for worker in workers)
-            for failed in await asyncio.gather(*orders, return_exceptions=True):
-                if isinstance(failed, BaseException):
-                    raise failed
+            orders = [self._order(f"{worker['url']}/midstream/unquiesce") for worker in workers]
+            self._ordered = asyncio.gather(*orders, return_exceptions=True)
+            # One that is stopped at its next token may not come to its answer before it goes on.
+            if (await asyncio.wait({self._ordered}, timeout=ORDER_S))[0]:
+                await self._carried_out()
+
+    async def _carried_out(self) -> None:
+        """Whatever was ordered last; raises if it was not."""
+        for failed in await self._ordered:
+            if isinstance(failed, BaseException):
+                raise failed
 
     async def _order(self, url: str) -> None:
         async with self.http.post(url) as answer:
