@@ -163,7 +163,7 @@ async def measure(plan: Plan) -> Figures:
         open_streams=plan.open_streams.streams,
         many_nodes=plan.many_nodes,
         many_ready_s=ready_s,
-        many_idle_cpu=(after.user + after.system - before.user - before.system) / plan.idle_s,
+        many_idle_cpu=((after.user - before.user) + (after.system - before.system)) / plan.idle_s,
         many_rss_mib=many_rss,
     )
 

@@ -237,6 +237,7 @@ def test_a_store_that_cannot_be_used_is_said_and_the_mover_serves_on(tmp_path: P
         "found": False,
         "prompt_hash": "",
         "key": None,
+        "recomputed": False,
     }
     deadline = time.monotonic() + 5
     while "event=no_store serving=on" not in started.log() and time.monotonic() < deadline:

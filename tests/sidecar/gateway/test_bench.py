@@ -23,7 +23,8 @@ async def test_the_benchmark_measures_a_real_gateway() -> None:
     assert os.sched_getaffinity(0) == before
     assert 0 < figures.direct_p50_ms < figures.gateway_p99_ms
     assert figures.open_rss_mib >= figures.idle_rss_mib > 10
-    assert 0 < figures.many_idle_cpu < 1
+    # So short a look may fall between two ticks of the processor's clock.
+    assert 0 <= figures.many_idle_cpu < 1
 
 
 def test_missed_bars_are_named() -> None:
