@@ -27,14 +27,13 @@ CUT = 150
 @pytest_asyncio.fixture
 async def fleet(command: list[str], tmp_path: Path) -> AsyncIterator[Fleet]:
     """Two nodes, each of which keeps what the other one brings."""
-    files = make_fleet(tmp_path / "files").files
+    made = make_fleet(tmp_path / "files")
     ports = dict(zip(("node-0", "node-1"), free_ports(2), strict=True))
 
     def of_each(name: str) -> dict[str, object]:
         [other] = set(ports) - {name}
         return {
-            "fleet.secret_file": str(files.secret), "replicas.tls_cert": str(files.certificate),
-            "replicas.tls_key": str(files.key), "replicas.tls_ca": str(files.ca),
+            **made.settings,
             "replicas.listen": f"127.0.0.1:{ports[name]}", "replicas.memory_bytes": 256 << 20,
             "replicas.to": f"peer://127.0.0.1:{ports[other]}",
             "store.dir": str(tmp_path / f"store-{name}"),
@@ -43,8 +42,8 @@ async def fleet(command: list[str], tmp_path: Path) -> AsyncIterator[Fleet]:
 
     with fleets(tmp_path, command) as make:
         fleet = make(of_each=of_each)
-        assert files.secret is not None
-        fleet.secret = files.secret
+        assert made.files.secret is not None
+        fleet.secret = made.files.secret
         await fleet.start()
         yield fleet
 

@@ -29,11 +29,9 @@ def peer(fleet: Fleet) -> Iterator[ReplicaProcess]:
 
 
 def settings_for(fleet: Fleet, peer: ReplicaProcess) -> dict[str, Any]:
-    files = fleet.files
     return {
         "restore.tiers": "replica", "store.snapshot_every_s": 0.05, "store.tail_every_tokens": 8,
-        "fleet.name": "here", "fleet.secret_file": str(files.secret), "replicas.tls_cert": str(files.certificate),
-        "replicas.tls_key": str(files.key), "replicas.tls_ca": str(files.ca),
+        "fleet.name": "here", **fleet.settings,
         "replicas.to": f"peer://127.0.0.1:{peer.port}",
     }  # fmt: skip
 

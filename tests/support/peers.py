@@ -46,6 +46,15 @@ class Fleet:
         }  # fmt: skip
         return [word for flag, path in named.items() if path is not None for word in (flag, str(path))]
 
+    @property
+    def settings(self) -> dict[str, object]:
+        """The same for a sidecar."""
+        named = {
+            "fleet.secret_file": self.files.secret, "replicas.tls_cert": self.files.certificate,
+            "replicas.tls_key": self.files.key, "replicas.tls_ca": self.files.ca,
+        }  # fmt: skip
+        return {name: str(path) for name, path in named.items() if path is not None}
+
 
 def make_fleet(folder: Path, *, secret: bytes | None = SECRET, tls: bool = True) -> Fleet:
     """A CA, a certificate that is good for both ends, and a secret."""
